@@ -1,0 +1,1 @@
+"""Messages to token ids: plain few-shot transcripts, and chat templates."""

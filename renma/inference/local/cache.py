@@ -1,0 +1,131 @@
+"""Keys and values of every slot, one static buffer a layer, in the form transformers' models ask for.
+
+A buffer has shape [slots, kv_heads, capacity, head_dim]. Full buffers are kept for sliding-window layers too: the
+window is in the mask, so that a cached prefix serves whatever comes after it. Capacity doubles when a longer sequence
+comes; a model with a context of 128k tokens does not pay for it in a run of short episodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+FIRST_CAPACITY = 256
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where the next forward reads and writes. The engine sets it before each forward; all layers share it.
+
+    rows: the slots of the batch, as a (first, past_last) range where they are neighbours (no copy is made), else their
+    indices [B]. rows_to, positions_to [N]: where the N new positions go. batch_from, query_from [N]: which of the
+    forward's [B, Q] positions they are; None when Q is 1 and every row writes. length: positions that attention reads.
+    """
+
+    rows: tuple[int, int] | Tensor
+    rows_to: Tensor
+    positions_to: Tensor
+    length: int
+    batch_from: Tensor | None = None
+    query_from: Tensor | None = None
+
+
+class SlotLayer(CacheLayerMixin):
+    """The keys and values of one layer."""
+
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # Zeros, not whatever memory holds: a masked position has weight 0, and 0 times NaN is NaN.
+        slots, capacity = self.cache.slots, self.cache.capacity
+        self.keys = key_states.new_zeros(slots, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(slots, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new positions, [B, kv_heads, Q, head_dim], and give all of the batch, [B, kv_heads, length, ·]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place = self.cache.placement
+        if place.batch_from is None:
+            new_keys, new_values = key_states[:, :, 0], value_states[:, :, 0]
+        else:
+            new_keys = key_states[place.batch_from, :, place.query_from]
+            new_values = value_states[place.batch_from, :, place.query_from]
+        self.keys[place.rows_to, :, place.positions_to] = new_keys
+        self.values[place.rows_to, :, place.positions_to] = new_values
+        if isinstance(place.rows, tuple):
+            first, past_last = place.rows
+            return self.keys[first:past_last, :, : place.length], self.values[first:past_last, :, : place.length]
+        keys, values = self.keys[:, :, : place.length], self.values[:, :, : place.length]
+        return keys.index_select(0, place.rows), values.index_select(0, place.rows)
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.placement.length, 0
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class SlotCache(Cache):
+    """A transformers `Cache` whose batch rows are the engine's slots; it also moves and copies slots."""
+
+    placement: Placement
+
+    def __init__(self, layers: int, slots: int, context: int) -> None:
+        self.slots = slots
+        self.context = context
+        self.capacity = min(context, FIRST_CAPACITY)
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions a slot."""
+        if length <= self.capacity:
+            return
+        old, self.capacity = self.capacity, min(self.context, max(length, 2 * self.capacity))
+        for layer in self._initialized():
+            for name in ("keys", "values"):
+                buffer: Tensor = getattr(layer, name)
+                grown = buffer.new_zeros(*buffer.shape[:2], self.capacity, buffer.shape[3])
+                grown[:, :, :old] = buffer
+                setattr(layer, name, grown)
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange two slots, whose first `length` positions hold something."""
+        for layer in self._initialized():
+            for buffer in (layer.keys, layer.values):
+                kept = buffer[one, :, :length].clone()
+                buffer[one, :, :length] = buffer[other, :, :length]
+                buffer[other, :, :length] = kept
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copy positions [start, end) of slot `source` to slot `target`."""
+        for layer in self._initialized():
+            for buffer in (layer.keys, layer.values):
+                buffer[target, :, start:end] = buffer[source, :, start:end]
+
+    def release(self) -> None:
+        """Give the memory back; the next forward allocates anew."""
+        self.capacity = min(self.context, FIRST_CAPACITY)
+        self.layers = [SlotLayer(self) for _ in self.layers]
+
+    def _initialized(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]
+
+
+def index(values: Any, device: torch.device) -> Tensor:
+    """Numbers (a list or a numpy array) as an index tensor on `device`."""
+    return torch.as_tensor(values, dtype=torch.int64).to(device)

@@ -1,0 +1,345 @@
+"""The local engine: continuous batching in the event loop, over the learner's own weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import LongTensor, Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from renma.errors import ContextOverflow, ModelError, RunError
+from renma.inference.base import Sample, SamplingParams
+from renma.inference.local.policy import SlotPolicy, causal_lm
+from renma.inference.local.prefix import admit, plan, ragged_batches
+from renma.inference.local.sampler import draw
+from renma.inference.local.slots import Request, Slots
+from renma.inference.local.stopping import StopStrings
+from renma.types import Ids, SampleStop
+
+CHUNK = 1024  # positions of one prompt that one forward computes, which bounds the memory of its mask
+
+
+class LocalEngine:
+    """Samples with a transformers causal LM that lives in this process, and that the learner may be training.
+
+    model: full or sliding-window attention, `sdpa` or `eager`; a peft LoRA model too. Never copied: weights are read in
+    place, so after they change call `load_weights`, and let no thread train while a request runs.
+    output_ids: [V'] the only tokens the policy can emit, over which log-probabilities are normalised; None: all.
+    slots: requests decoded at once. context: the most tokens of prompt and action; None: the model's own.
+    deterministic: wait until every open episode (`episode_opened`) has a request here before each round, and admit in
+    the order of keys; batches, and with them the last bits of the logits, then do not depend on timing. Without open
+    episodes it runs whatever waits. Whoever runs episodes must open the next before closing the last, in one go, and
+    must not open one that cannot send its requests yet: the engine would wait for it.
+
+    Requests run in rounds inside the event loop: one forward for new prompts, one for all running requests together.
+    When weights change under a running request, it goes on: its keys and values are computed anew and later tokens
+    carry the new version.
+
+    `stats` counts, since the start: prompt_positions (of admitted prompts), of which reused_positions were cached or
+    shared and computed_positions went through the model; recomputed_positions (running requests, after new weights);
+    sampled_tokens; rounds of decoding; busy_slot_rounds (sum over rounds of busy slots); prefills (forwards).
+    """
+
+    has_logprobs = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        output_ids: LongTensor | None = None,
+        slots: int = 64,
+        context: int | None = None,
+        deterministic: bool = True,
+    ) -> None:
+        config = causal_lm(model).config.get_text_config()
+        longest: int | None = getattr(config, "max_position_embeddings", None)
+        if context is None and longest is None:
+            raise ModelError("the model does not say how long its context is: give the engine a context")
+        if context is not None and longest is not None and context > longest:
+            raise ModelError(f"context {context} is more than the model's {longest} positions: give at most {longest}")
+        if slots < 1:
+            raise ModelError(f"an engine needs at least one slot, not {slots}")
+        self.context: int = context or longest or 0
+        self.version = 0
+        self.deterministic = deterministic
+        self.stats: dict[str, int | float] = dict.fromkeys(
+            (
+                "prompt_positions",
+                "reused_positions",
+                "computed_positions",
+                "recomputed_positions",
+                "sampled_tokens",
+                "rounds",
+                "busy_slot_rounds",
+                "prefills",
+            ),
+            0,
+        )
+        self._tokenizer = tokenizer
+        self._vocabulary: int = config.vocab_size
+        self._policy = SlotPolicy(model, slots, self.context, output_ids)
+        self._slots = Slots(slots, self.context, self._policy.cache)
+        self._output_ids = None if output_ids is None else output_ids.cpu().numpy().astype(np.int64)
+        self._stoppers: dict[tuple[str, ...], StopStrings] = {}
+        self._waiting: list[Request] = []
+        self._arrivals = 0
+        self._episodes = 0
+        self._driver: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    async def sample(
+        self, prompt_ids: Sequence[int] | Ids, params: SamplingParams, *, key: tuple[Any, ...] = ()
+    ) -> Sample:
+        """Sample one action; see the contract. Cancel the awaiting task to withdraw the request.
+
+        Raises ContextOverflow for a prompt of `context` tokens or more, ModelError for ids outside the vocabulary or
+        parameters outside their range, RunError after `close`, and whatever the model raises.
+        """
+        if self._closed:
+            raise RunError("the local engine was closed: make a new one to sample")
+        request = self._request(np.asarray(prompt_ids, np.int64), params, key)
+        self._enter_loop()
+        self._waiting.append(request)
+        if self._driver is None:
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+        self._wake.set()
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._withdraw(request)
+            raise
+
+    async def load_weights(self, version: int) -> None:
+        """The weights in the module are now those of `version`: every cached prefix is forgotten."""
+        self.version = version
+        self._policy.weights_changed()
+        slots = self._slots
+        self.stats["recomputed_positions"] += sum(
+            int(slots.cached[row]) for row, request in enumerate(slots.requests) if request is not None
+        )
+        slots.forget()
+
+    def episode_opened(self) -> None:
+        self._episodes += 1
+
+    def episode_closed(self) -> None:
+        self._episodes -= 1
+        self._wake.set()
+
+    async def close(self) -> None:
+        """End what runs, with what was sampled and stop_reason "aborted", and give the buffers back."""
+        self._closed = True
+        empty = np.zeros(0, np.int32)
+        for request in self._waiting:
+            request.settle(Sample(empty, np.zeros(0, np.float32), empty, "aborted"))
+        self._waiting.clear()
+        for row, running in enumerate(self._slots.requests):
+            if running is not None:
+                self._slots.finish(row, "aborted")
+        self._wake.set()
+        self._slots.forget()
+        self._policy.cache.release()
+
+    def _enter_loop(self) -> None:
+        """Forget a driver that has ended, and all that a loop which was abandoned has left behind.
+
+        Nothing of a loop is kept for good: the engine may serve several asyncio.run calls, one after the other.
+        """
+        if self._driver is None:
+            return
+        abandoned = self._driver.get_loop() is not asyncio.get_running_loop()
+        if abandoned and not self._driver.done():
+            # Their futures belong to a loop that no longer runs: nobody waits for them.
+            self._waiting.clear()
+            for row, request in enumerate(self._slots.requests):
+                if request is not None:
+                    self._slots.vacate(row)
+        if abandoned or self._driver.done():
+            self._wake = asyncio.Event()
+            self._driver = None
+
+    # ---- requests
+
+    def _request(self, prompt: NDArray[np.int64], params: SamplingParams, key: tuple[Any, ...]) -> Request:
+        length = len(prompt)
+        if length >= self.context:
+            raise ContextOverflow(
+                f"a prompt of {length} tokens leaves no room in a context of {self.context}: shorten it, or end it"
+            )
+        if not length:
+            raise ModelError("a prompt has no tokens: give it at least one (a beginning-of-text token)")
+        if prompt.min() < 0 or prompt.max() >= self._vocabulary:
+            raise ModelError(
+                f"a prompt holds token ids {prompt.min()}..{prompt.max()}, outside the model's "
+                f"0..{self._vocabulary - 1}: is it from another tokenizer?"
+            )
+        for name, fine, want in (
+            ("temperature", params.temperature >= 0, "0 or more"),
+            ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+            ("top_k", params.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0 <= params.min_p < 1, "in [0, 1)"),
+            ("max_tokens", params.max_tokens >= 1, "1 or more"),
+            ("stop_strings", all(params.stop_strings), "not empty"),
+        ):
+            if not fine:
+                raise ModelError(f"sampling parameter {name} is {getattr(params, name)!r}: it must be {want}")
+        stopper = None
+        if params.stop_strings:
+            stopper = self._stoppers.get(params.stop_strings)
+            if stopper is None:
+                stopper = self._stoppers[params.stop_strings] = StopStrings(self._tokenizer, params.stop_strings)
+        self._arrivals += 1
+        order: tuple[object, ...] = (self._arrivals,)
+        if self.deterministic:
+            # Numbers before text, so that any two keys can be compared; arrival decides between equal keys only.
+            parts = tuple((0, part, "") if isinstance(part, int | float) else (1, 0, str(part)) for part in key)
+            order = (parts, self._arrivals)
+        return Request(
+            prompt.astype(np.int32),
+            params,
+            order,
+            min(length + params.max_tokens, self.context),
+            frozenset(params.stop_ids),
+            stopper,
+            asyncio.get_running_loop().create_future(),
+        )
+
+    def _withdraw(self, request: Request) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request.slot >= 0:
+            self._slots.vacate(request.slot)
+        self._wake.set()
+
+    # ---- the driver
+
+    async def _drive(self) -> None:
+        """Run rounds until nothing is asked for. Between two rounds, every task that can run does."""
+        try:
+            while self._waiting or self._slots.busy:
+                if self.deterministic and len(self._waiting) + self._slots.busy < self._episodes:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                with self._policy.sampling():
+                    self._round()
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._drop(None)
+            raise
+        except Exception as error:
+            self._drop(error)
+
+    def _drop(self, error: Exception | None) -> None:
+        """Every request ends with `error` (None: cancelled). Buffers may hold NaN by now: they are thrown away."""
+        pending = [*self._waiting, *(request for request in self._slots.requests if request is not None)]
+        self._waiting.clear()
+        for request in pending:
+            if request.slot >= 0:
+                self._slots.vacate(request.slot)
+            if not request.future.done():
+                request.future.cancel() if error is None else request.future.set_exception(error)
+        self._slots.forget()
+        self._policy.cache.release()
+
+    def _round(self) -> None:
+        """Admit, compute what is uncached, then one token for every running request."""
+        slots = self._slots
+        free = slots.count - slots.busy
+        if free and self._waiting:
+            self._waiting.sort(key=lambda request: request.order)
+            self._admit(self._waiting[:free])
+            del self._waiting[:free]
+        busy = slots.compact()
+        lacking = np.flatnonzero(slots.total[:busy] - slots.cached[:busy] > 1)
+        if len(lacking):
+            self._prefill(lacking.tolist())
+            busy = slots.compact()
+        if busy:
+            rows = np.arange(busy)
+            at = slots.total[:busy] - 1
+            logits = self._policy.decode(slots.tokens[rows, at], at)
+            slots.cached[:busy] += 1
+            self.stats["rounds"] += 1
+            self.stats["busy_slot_rounds"] += busy
+            self._extend(rows, logits)
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        prompts = sum(len(request.prompt) for request in requests)
+        reused = admit(self._slots, requests)
+        self.stats["prompt_positions"] += prompts
+        self.stats["reused_positions"] += reused
+        self.stats["computed_positions"] += prompts - reused
+
+    def _prefill(self, rows: list[int]) -> None:
+        """Compute all that slots `rows` lack, and sample the next token of each."""
+        slots = self._slots
+        wave = plan(slots, rows)
+        features: dict[int, Tensor] = {}
+        self._compute(wave.first, features)
+        for row, (leader, length) in wave.borrow.items():
+            self._borrow(leader, row, length)
+        self._compute(wave.second, features)
+        for row, leader in wave.twins.items():
+            self._borrow(leader, row, int(slots.total[row]))
+            features[row] = features[leader]
+        self._extend(np.asarray(rows), self._policy.logits(torch.stack([features[row] for row in rows])))
+
+    def _borrow(self, leader: int, row: int, length: int) -> None:
+        slots = self._slots
+        had = int(slots.cached[row])
+        self._policy.cache.copy(leader, row, had, length)
+        slots.cached[row] = length
+        # What it was counted as having to compute, it does not.
+        if slots.total[row] == slots.start[row]:
+            self.stats["reused_positions"] += length - had
+            self.stats["computed_positions"] -= length - had
+
+    def _compute(self, rows: Sequence[int], features: dict[int, Tensor]) -> None:
+        """Run slots `rows` to their ends, a chunk at a time, in padded batches."""
+        slots = self._slots
+        pending = list(rows)
+        while pending:
+            starts = [int(slots.cached[row]) for row in pending]
+            ends = [min(int(slots.total[row]), start + CHUNK) for row, start in zip(pending, starts, strict=True)]
+            for batch in ragged_batches([end - start for start, end in zip(starts, ends, strict=True)]):
+                batch = sorted(batch, key=lambda i: pending[i])
+                members = [pending[i] for i in batch]
+                last = self._policy.prefill(members, [starts[i] for i in batch], [ends[i] for i in batch], slots.tokens)
+                self.stats["prefills"] += 1
+                for i, row, feature in zip(batch, members, last, strict=True):
+                    slots.cached[row] = ends[i]
+                    features[row] = feature
+            pending = [row for row in pending if slots.cached[row] < slots.total[row]]
+
+    def _extend(self, rows: NDArray[np.int64], logits: Tensor) -> None:
+        """Draw a token for each of `rows` from `logits` [n, V'], and end the requests it ends."""
+        slots = self._slots
+        chosen, logprobs = draw(logits, slots.drawing(rows))
+        tokens = chosen if self._output_ids is None else self._output_ids[chosen]
+        slots.append(rows, tokens, logprobs, self.version)
+        self.stats["sampled_tokens"] += len(rows)
+        totals = slots.total[rows].tolist()
+        for row, token, total in zip(rows.tolist(), tokens.tolist(), totals, strict=True):
+            request = slots.requests[row]
+            assert request is not None
+            reason = self._stop_reason(request, row, token, total)
+            if reason is not None:
+                slots.finish(row, reason)
+
+    def _stop_reason(self, request: Request, row: int, token: int, total: int) -> SampleStop | None:
+        if token in request.stop_ids:
+            return "stop"
+        stopper = request.stop_strings
+        if stopper is not None and stopper.may_end(token):
+            first = max(len(request.prompt), total - stopper.tail)
+            if stopper.completed(self._slots.tokens[row, first:total].tolist()):
+                return "stop"
+        return "length" if total >= request.limit else None

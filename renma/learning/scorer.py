@@ -1,0 +1,61 @@
+"""Log-probabilities of rows under a model, without learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from renma.learning.forward import TreeModel
+from renma.learning.rows import Row
+from renma.types import Floats
+
+
+class Scorer:
+    """Gives log pi at every trained token, as the learner computes it: tree packs, dropout off.
+
+    output_ids: sorted ids the policy can emit; log-probabilities are normalised over them; None: over all.
+    temperature: what actions are sampled at. max_positions, logit_chunk: as in the recipe's learner section.
+    Raises ModelError when the architecture cannot be run as a tree.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        output_ids: Tensor | None = None,
+        temperature: float = 1.0,
+        max_positions: int = 4096,
+        logit_chunk: int = 256,
+    ) -> None:
+        self.model = model.eval()
+        self.max_positions = max_positions
+        self.tree = TreeModel(model, output_ids=output_ids, temperature=temperature, logit_chunk=logit_chunk)
+        self.tree.check()
+
+    def like(self, model: nn.Module) -> Scorer:
+        """A scorer of another model with the same vocabulary, temperature and limits: of a frozen reference, say."""
+        return Scorer(
+            model,
+            output_ids=self.tree.output_ids,
+            temperature=self.tree.rule.temperature,
+            max_positions=self.max_positions,
+            logit_chunk=self.tree.chunk,
+        )
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row]) -> list[Floats]:
+        """log pi of each row's trained tokens, float32 [trained tokens] a row.
+
+        Raises DataError for an id that is not in the vocabulary, or a trained one that is not among the output tokens.
+        """
+        self.model.eval()
+        sizes = [int(np.count_nonzero(row.trained)) for row in rows]
+        result = np.zeros(sum(sizes), np.float32)
+        self.tree.begin()
+        for pack in self.tree.packs(list(rows), self.max_positions):
+            result[pack.token] = self.tree.logprobs(pack)[0].float().cpu().numpy()
+        self.tree.finish()
+        return np.split(result, np.cumsum(sizes)[:-1]) if sizes else []

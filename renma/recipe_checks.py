@@ -1,0 +1,86 @@
+"""Checks that need to know the parts a recipe names, and the numbers that follow from it. Run before anything starts."""
+
+from __future__ import annotations
+
+from renma.agents import PARSERS, RENDERERS
+from renma.environments import DEMONSTRATORS, ENVIRONMENTS
+from renma.errors import RecipeError
+from renma.parts import checked_options
+from renma.recipe import Recipe
+from renma.rewards.base import build_rewards
+from renma.tasks import TASKS
+from renma.training.algorithms import resolve
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise RecipeError for the first contradiction found, with the fix."""
+    checked_options(TASKS, recipe.tasks, "tasks")
+    checked_options(ENVIRONMENTS, recipe.environment, "environment")
+    checked_options(RENDERERS, recipe.agent.renderer, "agent.renderer", {"tokenizer"})
+    checked_options(PARSERS, recipe.agent.parser, "agent.parser", {"tokenizer"})
+    build_rewards(recipe.rewards)
+    for i, chosen in enumerate(recipe.evaluation.sets):
+        checked_options(TASKS, chosen.source, f"evaluation.sets.{i}.source")
+    names = [chosen.name for chosen in recipe.evaluation.sets]
+    if len(set(names)) != len(names):
+        raise RecipeError(f"evaluation.sets: names must differ, got {names}")
+    if recipe.cold_start is not None:
+        checked_options(DEMONSTRATORS, recipe.cold_start.demonstrator, "cold_start.demonstrator")
+    if recipe.training.steps:
+        _check_training(recipe)
+
+
+def _check_training(recipe: Recipe) -> None:
+    algorithm = resolve(recipe.algorithm)
+    rollout, sampling, learner = recipe.rollout, recipe.sampling, recipe.learner
+    if rollout.group_size < algorithm.min_group_size:
+        raise RecipeError(
+            f"rollout.group_size must be >= {algorithm.min_group_size} for {algorithm.name}, got {rollout.group_size}"
+        )
+    if sampling.temperature == 0:
+        raise RecipeError("sampling.temperature 0 is greedy: every member of a group would be the same; use 1.0")
+    cut = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
+    if cut:
+        raise RecipeError(
+            f"sampling.{cut[0]}={getattr(sampling, cut[0])}: the learner normalises over all tokens, so a cut set would "
+            f"make every ratio wrong; leave {cut[0]} at its default for training (evaluation may set it)"
+        )
+    total = rollout.tasks_per_step * rollout.group_size
+    if learner.mini_batch is not None and total % learner.mini_batch:
+        divisors = ",".join(str(d) for d in range(1, total + 1) if total % d == 0)
+        raise RecipeError(
+            f"{total} trajectories per step; mini_batch {learner.mini_batch} does not divide {total}; use {divisors}"
+        )
+    if recipe.training.staleness and algorithm.old_logprobs != "behaviour":
+        raise RecipeError(
+            f"training.staleness={recipe.training.staleness} with algorithm.old_logprobs={algorithm.old_logprobs!r}: "
+            "the ratio would not see that the sampler was older; use old_logprobs: behaviour"
+        )
+
+
+def updates_per_step(recipe: Recipe) -> int:
+    """Optimiser steps of one training step."""
+    total = recipe.rollout.tasks_per_step * recipe.rollout.group_size
+    return recipe.learner.epochs * (total // recipe.learner.mini_batch if recipe.learner.mini_batch else 1)
+
+
+def derived_facts(recipe: Recipe, parameters: int | None = None) -> list[tuple[str, str]]:
+    """What the recipe's numbers come to, for the start of a run."""
+    rollout, training = recipe.rollout, recipe.training
+    total = rollout.tasks_per_step * rollout.group_size
+    updates = updates_per_step(recipe)
+    facts = [
+        ("algorithm", recipe.algorithm.preset),
+        ("trajectories per step", f"{rollout.tasks_per_step} tasks x {rollout.group_size} members = {total}"),
+        ("optimiser steps per step", str(updates)),
+        ("training steps", f"{training.steps} ({training.steps * total} trajectories)"),
+        ("sampled tokens per action", f"at most {recipe.sampling.max_tokens}"),
+        ("staleness bound", str(training.staleness)),
+    ]
+    if recipe.cold_start is not None:
+        cold = recipe.cold_start
+        steps = cold.epochs * -(-cold.demonstrations // cold.batch)
+        facts.insert(0, ("cold start", f"{cold.demonstrations} demonstrations x {cold.epochs} = {steps} steps"))
+    if parameters is not None:
+        facts.insert(0, ("parameters", f"{parameters / 1e6:.1f} M"))
+    return facts

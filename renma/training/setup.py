@@ -1,0 +1,181 @@
+"""From a checked recipe to the parts that run it: policy, engine, runner, tasks, evaluation sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from renma.agents import PARSERS, RENDERERS
+from renma.agents.agent import LanguageAgent
+from renma.agents.base import Agent
+from renma.environments import DEMONSTRATORS, ENVIRONMENTS
+from renma.environments.base import Environment
+from renma.environments.demonstrators import Demonstrator
+from renma.environments.transcripts import transcripts
+from renma.errors import DataError
+from renma.inference.base import Engine, SamplingParams
+from renma.inference.local import LocalEngine
+from renma.learning.lora import apply_lora
+from renma.models.policy import Policy, load_policy
+from renma.parts import build
+from renma.recipe import PretrainedModel, Recipe, SamplingSection
+from renma.rewards.base import NamedReward, build_rewards
+from renma.rollout.demonstrations import ScriptedEngine, demonstrating
+from renma.rollout.episode import EpisodeRules
+from renma.rollout.runner import MakeAgent, Runner
+from renma.seeding import seed_for
+from renma.tasks import TASKS
+from renma.tasks.base import TaskSource
+from renma.tasks.order import TaskOrder
+from renma.types import Task
+
+TRANSCRIPTS = 2000  # enough text for a small tokenizer, and for the tokens a policy may need
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTasks:
+    name: str
+    tasks: Sequence[Task]
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a recipe's run is made of. `runner` samples for training, `evaluator` for evaluation, over one engine."""
+
+    recipe: Recipe
+    policy: Policy
+    engine: LocalEngine
+    tasks: TaskSource
+    order: TaskOrder
+    evaluation: list[EvaluationTasks]
+    runner: Runner
+    evaluator: Runner
+    renderer: Any
+    max_turns: int
+
+    def task_at(self, position: int) -> Task:
+        """The task at a position of the run's endless order."""
+        return self.tasks[self.order.index_at(position)]
+
+    def demonstrator(self) -> Runner:
+        """A runner whose actions a demonstrator writes (the recipe's cold start)."""
+        section = self.recipe.cold_start
+        assert section is not None
+        demonstrator: Demonstrator = build(DEMONSTRATORS, section.demonstrator, "cold_start.demonstrator")
+        agents = demonstrating(self.runner.make_agent, demonstrator, self.renderer.encode_action)
+        quiet: Engine = ScriptedEngine(self.renderer.encode_action, context=self.engine.context)
+        return Runner(quiet, self.runner.make_environment, agents, self.runner.rules, run_seed=self.recipe.seed)
+
+
+def assemble(recipe: Recipe, *, policy_folder: Path | None = None) -> Parts:
+    """Make every part. `policy_folder`: take the policy, adapters merged, from this folder (a checkpoint's) instead of
+    the recipe's.
+
+    Data and parts are made before the model is loaded, so that a mistake in them costs no waiting.
+    """
+    tasks = build_tasks(recipe)
+    evaluation = build_evaluation(recipe)
+    make_environment = environment_maker(recipe)
+    make_environment()  # a mistake in its options shows now
+    rewards = build_rewards(recipe.rewards)
+    model = recipe.model
+    if policy_folder is not None:
+        model = PretrainedModel(source=str(policy_folder), dtype=model.dtype, device=model.device)
+    policy = load_policy(model, texts=lambda: training_texts(recipe, tasks), seed=seed_for(recipe.seed, "model"))
+    if model.lora is not None:
+        policy.model = apply_lora(policy.model, model.lora)
+    return assemble_with(recipe, policy, tasks, evaluation, make_environment, rewards)
+
+
+def assemble_with(
+    recipe: Recipe,
+    policy: Policy,
+    tasks: TaskSource,
+    evaluation: list[EvaluationTasks],
+    make_environment: Callable[[], Environment],
+    rewards: Sequence[NamedReward],
+) -> Parts:
+    rollout = recipe.rollout
+    engine = LocalEngine(
+        policy.model,
+        policy.tokenizer,
+        output_ids=policy.output_ids,
+        slots=rollout.slots,
+        deterministic=rollout.deterministic,
+    )
+    renderer = build(RENDERERS, recipe.agent.renderer, "agent.renderer", tokenizer=policy.tokenizer)
+    rules = EpisodeRules(rollout.max_turns, rollout.retries, rollout.episode_seconds)
+
+    def runner(sampling: SamplingSection) -> Runner:
+        agents = agent_maker(recipe, policy, renderer, sampling)
+        return Runner(engine, make_environment, agents, rules, rewards, recipe.seed, concurrency=rollout.slots)
+
+    measured = SamplingSection(temperature=recipe.evaluation.temperature, max_tokens=recipe.sampling.max_tokens)
+    return Parts(
+        recipe=recipe,
+        policy=policy,
+        engine=engine,
+        tasks=tasks,
+        order=TaskOrder(len(tasks), recipe.seed),
+        evaluation=evaluation,
+        runner=runner(recipe.sampling),
+        evaluator=runner(measured),
+        renderer=renderer,
+        max_turns=rollout.max_turns or make_environment().max_turns,
+    )
+
+
+def build_tasks(recipe: Recipe) -> TaskSource:
+    tasks: TaskSource = build(TASKS, recipe.tasks, "tasks")
+    if len(tasks) == 0:
+        raise DataError("tasks: the source has no task; check its path and filters")
+    return tasks
+
+
+def build_evaluation(recipe: Recipe) -> list[EvaluationTasks]:
+    sets = []
+    for position, section in enumerate(recipe.evaluation.sets):
+        source: TaskSource = build(TASKS, section.source, f"evaluation.sets.{position}.source")
+        count = len(source) if section.limit is None else min(section.limit, len(source))
+        if count == 0:
+            raise DataError(f"evaluation.sets.{position}: the source has no task; check its path and filters")
+        sets.append(EvaluationTasks(section.name, [source[i] for i in range(count)]))
+    return sets
+
+
+def environment_maker(recipe: Recipe) -> Callable[[], Environment]:
+    def make() -> Environment:
+        environment: Environment = build(ENVIRONMENTS, recipe.environment, "environment")
+        return environment
+
+    return make
+
+
+def agent_maker(recipe: Recipe, policy: Policy, renderer: Any, sampling: SamplingSection) -> MakeAgent:
+    parser = build(PARSERS, recipe.agent.parser, "agent.parser", tokenizer=policy.tokenizer)
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+    )
+
+    def make(
+        engine: Engine, task: Task, member: int, tools: list[dict[str, Any]], seeds: Callable[[int], int], key: tuple
+    ) -> Agent:
+        return LanguageAgent(engine, policy.tokenizer, renderer, parser, params, tools=tools, seeds=seeds, key=key)
+
+    return make
+
+
+def training_texts(recipe: Recipe, tasks: TaskSource) -> list[str]:
+    """Text of the recipe's own tasks: what a tokenizer is trained on, and what names the tokens a policy may need."""
+    count = min(len(tasks), TRANSCRIPTS)
+    header = [str(text) for name, text in recipe.agent.renderer.options.items() if name == "header"]
+    if recipe.cold_start is None:
+        return header + [tasks[i].prompt + "\n" for i in range(count)]
+    demonstrator: Demonstrator = build(DEMONSTRATORS, recipe.cold_start.demonstrator, "cold_start.demonstrator")
+    return header + transcripts([tasks[i] for i in range(count)], environment_maker(recipe), demonstrator, recipe.seed)

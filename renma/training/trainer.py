@@ -1,0 +1,248 @@
+"""A training run from its first check to its report, and its resumption."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from renma.evaluation.evaluate import EvaluationResult, succeeded
+from renma.learning.learner import Learner
+from renma.learning.reference import Reference
+from renma.models.policy import load_policy, save_policy
+from renma.recipe import LearnerSection, Recipe
+from renma.recipe_checks import check_recipe, derived_facts, updates_per_step
+from renma.recipe_load import dump_recipe, load_recipe
+from renma.rollout.store import TrajectoryStore
+from renma.training.algorithms import resolve
+from renma.training.checkpoints import latest_checkpoint
+from renma.training.cold_start import demonstration_rows, demonstrations, learn_demonstrations, steps_of
+from renma.training.loop import Loop
+from renma.training.metrics import MetricsLog
+from renma.training.progress import Progress
+from renma.training.records import Records
+from renma.training.rng import seed_all
+from renma.training.run_folder import RunFolder, next_name
+from renma.training.setup import Parts, assemble
+from renma.training.state import POLICY, Progression, read_progression, restore_learner
+from renma.types import Group
+from renma.viewer.report import write_report
+
+REFERENCE = "reference"
+SAMPLES = 3
+
+
+class Trainer:
+    """Runs a recipe: `renma.Trainer(recipe).fit()`.
+
+    recipe: a Recipe, a mapping, or the path of a YAML file. output: where run folders are made.
+    resume: the folder of a run to go on with; its own resolved recipe is used.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
+        *,
+        output: str | Path = "runs",
+        resume: str | Path | None = None,
+        overrides: Sequence[str] = (),
+        progress: str = "auto",
+    ) -> None:
+        if (recipe is None) == (resume is None):
+            raise ValueError("give a recipe, or the folder of a run to resume")
+        self._resumed = resume is not None
+        self.folder: RunFolder | None = None
+        if resume is not None:
+            self.folder = RunFolder.open(Path(resume))
+            self.recipe = load_recipe(self.folder.recipe, overrides)
+        else:
+            self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)  # type: ignore[arg-type]
+        check_recipe(self.recipe)
+        self._output = Path(output)
+        self._progress = Progress(progress)  # type: ignore[arg-type]
+
+    def fit(self) -> Path:
+        """Train to the recipe's last step; returns the run's folder.
+
+        An interrupt (Ctrl-C, SIGTERM) saves a checkpoint, then is raised again; `Trainer(resume=folder).fit()` goes on.
+        """
+        seed_all(self.recipe.seed)
+        with self._opened() as folder:
+            self.folder = folder
+            found = latest_checkpoint(folder) if self._resumed else None
+            checkpoint = found[1] if found else None
+            # Adapters are restored onto the recipe's own model with the learner; a checkpoint's policy has them merged.
+            whole = self.recipe.model.lora is None
+            try:
+                parts = assemble(self.recipe, policy_folder=checkpoint / POLICY if checkpoint and whole else None)
+            except BaseException:
+                if not self._resumed:
+                    shutil.rmtree(folder.path)  # made a moment ago; nothing has been written yet
+                raise
+            if not self._resumed:
+                folder.recipe.write_text(dump_recipe(self.recipe), encoding="utf-8")
+            progression = read_progression(checkpoint) if checkpoint else Progression()
+            records = self._records(folder, parts, progression, fresh=checkpoint is None)
+            try:
+                with self._progress:
+                    run_interruptibly(self._run(parts, records, checkpoint, progression))
+            finally:
+                records.close()
+        return folder.path
+
+    def _opened(self) -> RunFolder:
+        """The run's folder, writable and locked."""
+        if self.folder is not None:
+            return RunFolder.create(self.folder.path.parent, self.folder.path.name, resume=True)
+        name = next_name(self._output, self.recipe.name)
+        return RunFolder.create(self._output, name)
+
+    def _records(self, folder: RunFolder, parts: Parts, progression: Progression, *, fresh: bool) -> Records:
+        """Logs that hold what led to `progression` and nothing later (`fresh`: nothing at all)."""
+        path = folder.path
+        kept = (-1 if fresh else progression.version) if self._resumed else None
+        log = MetricsLog(path, self.recipe.trackers, resume_step=kept)
+        store = TrajectoryStore(folder.trajectories)
+        if kept is not None:
+            store.forget_after(kept)
+        facts = [("policy", parts.policy.description), *derived_facts(self.recipe), ("run folder", str(path))]
+        self._progress.start(self.recipe.name, facts)
+        return Records(parts, folder, log, store, self._progress, progression.seconds)
+
+    async def _run(self, parts: Parts, records: Records, checkpoint: Path | None, progression: Progression) -> None:
+        recipe = self.recipe
+        if checkpoint is None:
+            await self._before(parts, records)
+        learner = self._learner(parts, recipe.learner, recipe.training.steps * updates_per_step(recipe))
+        reference = self._reference(parts, learner)
+        loop = Loop(parts, learner, resolve(recipe.algorithm), records, progression.version, reference)
+        if checkpoint is None:
+            records.checkpoint(0, learner)
+        else:
+            restore_learner(checkpoint, learner)
+            records.saved = progression.version
+        self._progress.phase("train", recipe.training.steps)
+        try:
+            await loop.run()
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            records.checkpoint(loop.version, learner)
+            raise
+        results = await records.evaluate(loop.version, "after")
+        self._finish(records, results)
+
+    async def _before(self, parts: Parts, records: Records) -> None:
+        """Measure the policy as it came, and give it its cold start."""
+        await parts.engine.load_weights(0)
+        await records.evaluate(0, "before")
+        section = self.recipe.cold_start
+        if section is None:
+            return
+        groups = await demonstrations(parts)
+        records.store.append(0, groups, None, phase="demonstrations")
+        rows = demonstration_rows(groups)
+        total = steps_of(self.recipe, len(rows))
+        learner = self._learner(parts, section.learner, total, temperature=1.0)
+        self._progress.phase("cold start", total)
+
+        def done(step: int, stats: dict[str, float]) -> None:
+            numbers = {f"learner/{k}": v for k, v in stats.items()}
+            records.metrics(0, "cold_start", {"cold_start_step": float(step), **numbers})
+            self._progress.advance(None)
+
+        await learn_demonstrations(self.recipe, learner, rows, done)
+        await parts.engine.load_weights(0)
+        await records.evaluate(0, "cold_start")
+
+    def _learner(
+        self, parts: Parts, section: LearnerSection, steps: int, temperature: float | None = None
+    ) -> Learner:
+        policy = parts.policy
+        return Learner(
+            policy.model,
+            section,
+            output_ids=policy.output_ids,
+            temperature=self.recipe.sampling.temperature if temperature is None else temperature,
+            compute_dtype=policy.compute_dtype,
+            total_steps=steps,
+        )
+
+    def _reference(self, parts: Parts, learner: Learner) -> Reference | None:
+        """The starting policy, kept beside the run so that a resumed run has the same one."""
+        if not self.recipe.algorithm.kl:
+            return None
+        assert self.folder is not None
+        kept = self.folder.path / REFERENCE
+        if not kept.exists():
+            save_policy(parts.policy, kept)
+            return Reference.of(learner)
+        return Reference(learner.like(load_policy(self.recipe.model, folder=kept).model))
+
+    def _finish(self, records: Records, results: Sequence[EvaluationResult]) -> None:
+        summary = records.summary()
+        summary["samples"] = [sample_episode(g) for r in results for g in r.groups[:SAMPLES]][:SAMPLES]
+        summary["seconds"] = records.seconds
+        summary["status"] = "done"
+        records.write_summary(summary)
+        records.store.flush()
+        assert self.folder is not None
+        report = write_report(self.folder.path)
+        self._progress.finish(summary.get("sets", {}), summary["samples"], report)
+
+
+def sample_episode(group: Group) -> dict[str, Any]:
+    """An episode as text, for summary.json and the report."""
+    trajectory = group.trajectories[0]
+    return {
+        "task": trajectory.task.prompt,
+        "answer": str(trajectory.task.answer),
+        "return": trajectory.ret,
+        "success": succeeded(trajectory),
+        "stop_reason": trajectory.stop_reason,
+        "steps": [
+            {
+                "action": step.action.raw,
+                "observation": "\n".join(m.text for m in step.observation.messages),
+                "reward": sum(step.reward.values()),
+            }
+            for step in trajectory.steps
+        ],
+    }
+
+
+def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, with SIGTERM treated like Ctrl-C: the main task is cancelled and can save.
+
+    Where a loop already runs in this thread (a notebook), the run gets a thread of its own.
+    """
+
+    async def guarded() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main:  # only the main thread receives signals
+            loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        try:
+            await main
+        finally:
+            if in_main:
+                loop.remove_signal_handler(signal.SIGTERM)
+
+    def run() -> None:
+        try:
+            asyncio.run(guarded())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        run()
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(run).result()

@@ -1,0 +1,11 @@
+"""One thread: on tiny matrices more threads only wait for each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
