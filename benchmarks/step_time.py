@@ -91,7 +91,9 @@ def main() -> None:
     for name in arguments.recipes:
         steps = measure(name, arguments.steps, arguments.set)
         medians[name] = {
-            key: statistics.median([s[key] for s in steps if key in s]) for _, key in ROWS if any(key in s for s in steps)
+            key: statistics.median([s[key] for s in steps if key in s])
+            for _, key in ROWS
+            if any(key in s for s in steps)
         }
         table.add_column(name, justify="right")
     for label, key in ROWS:

@@ -70,7 +70,7 @@ def train(
         trainer.fit()
     except KeyboardInterrupt:
         if trainer.folder is not None:
-            errors.print(f"renma: interrupted; go on with: renma resume {trainer.folder.path}", style="yellow")
+            errors.print(f"renma: interrupted; go on with: renma resume {trainer.folder.path}", style="yellow", soft_wrap=True)
         raise typer.Exit(130) from None
 
 
@@ -111,7 +111,9 @@ def rollout(
     overrides: Overrides = None,
     recipe: Annotated[str | None, typer.Option(help="the recipe; a run has its own")] = None,
     n: Annotated[int, typer.Option("-n", help="episodes", min=1)] = 1,
-    split: Annotated[str | None, typer.Option("--set", help="an evaluation set's name; default: training tasks")] = None,
+    split: Annotated[
+        str | None, typer.Option("--set", help="an evaluation set's name; default: training tasks")
+    ] = None,
     first: Annotated[int, typer.Option(help="the first task", min=0)] = 0,
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
     tokens: Annotated[bool, typer.Option(help="show each token with its id and log-probability")] = False,
@@ -161,12 +163,13 @@ def new(
     folder: Annotated[Path, typer.Option(help="where")] = Path("."),
 ) -> None:
     """Write a working file with a test, to start from."""
-    from renma.scaffold import new_environment
+    from renma.scaffold import new_environment, recipe_lines
 
     if kind != "environment":
         raise RenmaError(f"renma new makes an environment, not {kind!r}; say: renma new environment {name}")
     for path in new_environment(name, folder):
         typer.echo(f"wrote {path}")
+    typer.echo(recipe_lines(name, folder))
 
 
 def main() -> None:

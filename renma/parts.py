@@ -1,4 +1,4 @@
-"""From a recipe's component (`type` and options) to the object it names, checked against the constructor's signature."""
+"""From a recipe's component (`type` and options) to the object it names, checked against the constructor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def checked_options(
-    registry: Registry, component: Component, place: str, supplied: set[str] = frozenset()  # type: ignore[assignment]
+    registry: Registry,
+    component: Component,
+    place: str,
+    supplied: set[str] = frozenset(),  # type: ignore[assignment]
 ) -> dict[str, Any]:
     """The component's options, with their types checked and converted.
 

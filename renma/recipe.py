@@ -46,7 +46,7 @@ class ModelSection(Section):
     lora: LoraSettings | None = None
     output_tokens: Literal["all", "tasks"] = Field(
         "all",
-        description="the tokens the policy can emit; 'tasks': those in the tasks', header's and demonstrations' text. "
+        description="the tokens the policy can emit; 'tasks': those in the text of tasks, header and demonstrations. "
         "Sampler and learner both normalise over this set, so the policy stays exact, and a large vocabulary costs less",
     )
 
@@ -96,7 +96,7 @@ class RolloutSection(Section):
     episode_seconds: float | None = Field(None, gt=0)
     drop_groups_with: list[str] = Field(
         default_factory=lambda: ["environment_error"],
-        description="stop reasons of a failed member for which its whole group is dropped; for others (a time-out, say) "
+        description="stop reasons of a failed member that drop its whole group; for others (a time-out, say) "
         "only the member is left out",
     )
     deterministic: bool = Field(
@@ -186,4 +186,4 @@ class Recipe(Section):
     cold_start: ColdStartSection | None = None
     evaluation: EvaluationSection = EvaluationSection()
     training: TrainingSection = TrainingSection()
-    trackers: list[Literal["tensorboard"]] = Field(default_factory=lambda: ["tensorboard"])
+    trackers: list[Literal["tensorboard"]] = ["tensorboard"]

@@ -1,4 +1,4 @@
-"""Checks that need to know the parts a recipe names, and the numbers that follow from it. Run before anything starts."""
+"""Checks that need to know the parts a recipe names, and the numbers that follow from it, before anything starts."""
 
 from __future__ import annotations
 

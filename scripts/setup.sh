@@ -61,7 +61,7 @@ system_packages() {
 install_torch() {
     if "$VENV/bin/python" -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null; then return; fi
     local quiet=(-qq --progress-bar off)
-    if command -v nvidia-smi >/dev/null || [ "$(uname -s)" = Darwin ]; then
+    if nvidia-smi -L >/dev/null 2>&1 || [ "$(uname -s)" = Darwin ]; then
         say "torch $TORCH for this machine's accelerator"
         "${PIP[@]}" install "${quiet[@]}" "torch==$TORCH"
     # A wheel that pip is told of on this disk (PIP_FIND_LINKS or pip's configuration) ...
@@ -90,7 +90,7 @@ if [ ${#missing[@]} -eq 0 ]; then exit 0; fi
 
 system_packages
 if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-    say "virtual environment $VENV with $("$python" -V) (3 GB of disk, 2 to 6 minutes the first time)"
+    say "virtual environment $VENV with $("$python" -V) (2 GB of disk, 2 to 6 minutes the first time)"
     rm -rf "$VENV"
     "$python" -m venv "$VENV"
 fi

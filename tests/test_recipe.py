@@ -87,7 +87,7 @@ def test_case_9_1_batch_sizes_are_derived_and_divisibility_is_explained() -> Non
     with pytest.raises(RecipeError) as caught:
         check_recipe(load_recipe(BASE, overrides))
     assert "12 trajectories per step; mini_batch 8 does not divide 12; use 1,2,3,4,6,12" in str(caught.value)
-    facts = dict(derived_facts(load_recipe(BASE, overrides[:2] + ["learner.mini_batch=4"])))
+    facts = dict(derived_facts(load_recipe(BASE, [*overrides[:2], "learner.mini_batch=4"])))
     assert facts["trajectories per step"] == "4 tasks x 3 members = 12"
     assert facts["optimiser steps per step"] == "3"
 

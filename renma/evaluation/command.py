@@ -38,7 +38,8 @@ def evaluate_source(
     console.print(table_of(results, f"{source}, temperature {heat:g}"))
     if save is not None:
         entries = [
-            {"set": r.name, **r.summary(), "successes": list(r.successes), "stop_reasons": r.stop_reasons} for r in results
+            {"set": r.name, **r.summary(), "successes": list(r.successes), "stop_reasons": r.stop_reasons}
+            for r in results
         ]
         save.write_text(json.dumps(entries, indent=1), encoding="utf-8")
         console.print(f"wrote {save}")

@@ -1,4 +1,4 @@
-"""Measuring a policy on a set of tasks: success with a 95 % interval over tasks, pass@k when there are several tries."""
+"""Measuring a policy on a set of tasks: success with a 95 % interval over tasks, pass@k where there are more tries."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Of dense attention's arithmetic against a plain matrix product, and of the time one layer's operations take to launch,
 # in arithmetic that the device would have done meanwhile (measured on a CPU; a GPU's packs are as large as allowed).
 ATTENTION_EFFICIENCY = 0.65
-LAUNCH_FLOPS = {"cpu": 1e8, "cuda": 1e12}
+LAUNCH_FLOPS = {"cpu": 2e8, "cuda": 1e12}
 
 
 class TreeModel:
@@ -94,11 +94,12 @@ class TreeModel:
             if home.grad is not None and self.output_ids is not None:
                 whole.index_select(0, self.output_ids).backward(home.grad.to(whole.dtype))
         if self._embedded:
-            # Equal tokens have equal embeddings: their gradients are added first, in float32.
+            # Equal tokens have equal embeddings: their gradients are added first, in float32 at least.
             ids, place = torch.unique(torch.cat([ids for ids, _ in self._embedded]), return_inverse=True)
             first = self._embedded[0][1]
-            total = torch.zeros(len(ids), first.shape[-1], dtype=torch.float32, device=self.device)
-            total.index_add_(0, place, torch.cat([_gradient(leaf) for _, leaf in self._embedded]).float())
+            exact = torch.promote_types(first.dtype, torch.float32)
+            total = torch.zeros(len(ids), first.shape[-1], dtype=exact, device=self.device)
+            total.index_add_(0, place, torch.cat([_gradient(leaf) for _, leaf in self._embedded]).to(exact))
             with torch.enable_grad():
                 output = self.embedding(ids[None])
             output.backward(total[None].to(output.dtype))

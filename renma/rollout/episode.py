@@ -59,7 +59,7 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode to its end. Raises only what is not the episode's own failure (an interrupt, a cancellation)."""
     started = time.perf_counter()
-    error = ""
+    error, attempt, record = "", 0, _Record()
     reason: StopReason = "environment_error"
     for attempt in range(1, rules.retries + 2):
         record = _Record()
@@ -206,4 +206,3 @@ def describe(error: BaseException | None) -> str:
     """The kind and first line of an error, for counts and logs."""
     first = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-

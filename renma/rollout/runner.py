@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,33 +37,50 @@ class Runner:
     concurrency: int = 64
 
     async def groups(
-        self, tasks: Sequence[Task], size: int, *, first: int = 0, purpose: str = "train", done: Callable[[Trajectory], None] | None = None
+        self,
+        tasks: Sequence[Task],
+        size: int,
+        *,
+        first: int = 0,
+        purpose: str = "train",
+        done: Callable[[Trajectory], None] | None = None,
     ) -> list[Group]:
         """One group of `size` members for each task, in order.
 
         first: the position of tasks[0] in the run's order of tasks; with `purpose` it makes the seeds, so that a task
         met again in a later epoch is sampled afresh. done: called as each episode ends.
         """
-        gate = asyncio.Semaphore(self.concurrency)
+        finished: dict[tuple[int, int], Trajectory] = {}
+        waiting = deque((index, member) for index in range(len(tasks)) for member in range(size))
 
-        async def one(index: int, member: int) -> Trajectory:
-            async with gate:
-                trajectory = await self.episode(tasks[index], member, position=first + index, purpose=purpose)
-            if done is not None:
-                done(trajectory)
-            return trajectory
+        async def worker() -> None:
+            # One worker keeps one place open in the engine from its first episode to its last, scoring included: an
+            # engine that waits for every open episode then never decodes while the next one is still on its way.
+            self.engine.episode_opened()
+            try:
+                while waiting:
+                    index, member = waiting.popleft()
+                    trajectory = await self.episode(tasks[index], member, position=first + index, purpose=purpose)
+                    finished[index, member] = trajectory
+                    if done is not None:
+                        done(trajectory)
+            finally:
+                self.engine.episode_closed()
 
-        jobs = [asyncio.create_task(one(i, m)) for i in range(len(tasks)) for m in range(size)]
+        workers = [asyncio.create_task(worker()) for _ in range(min(self.concurrency, len(waiting)))]
         try:
-            finished = await asyncio.gather(*jobs)
+            await asyncio.gather(*workers)
         except BaseException:
-            for job in jobs:
+            for job in workers:
                 job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
+            await asyncio.gather(*workers, return_exceptions=True)
             raise
-        return [Group(task, tuple(finished[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
+        return [
+            Group(task, tuple(finished[index, member] for member in range(size))) for index, task in enumerate(tasks)
+        ]
 
     async def episode(self, task: Task, member: int, *, position: int, purpose: str) -> Trajectory:
+        """One episode, scored."""
         seed = seed_for(self.run_seed, purpose, position, f"{task.family}/{task.id}", member)
 
         def make_agent(task: Task, member: int, tools: list[dict[str, Any]]) -> Agent:
@@ -71,11 +89,7 @@ class Runner:
 
             return self.make_agent(self.engine, task, member, tools, turn_seed, (position, member))
 
-        self.engine.episode_opened()
-        try:
-            trajectory = await run_episode(task, member, self.make_environment, make_agent, self.rules, seed=seed)
-        finally:
-            self.engine.episode_closed()
+        trajectory = await run_episode(task, member, self.make_environment, make_agent, self.rules, seed=seed)
         return await self.scored(trajectory)
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:

@@ -157,30 +157,32 @@ def read_trajectories(folder: Path, **where: Any) -> list[Trajectory]:
 
 
 def export_jsonl(folder: Path, **where: Any) -> Iterator[str]:
-    """One line of strict JSON for each trajectory, with all of its steps.
+    """One line of `trajectory_json` for each stored trajectory. `where` as in `read_records`."""
+    for record in read_records(folder, **where):
+        place: dict[str, int | str] = {"step": record.step, "phase": record.phase, "group": record.group}
+        yield trajectory_json(record.trajectory, record.advantages, **place)
+
+
+def trajectory_json(trajectory: Trajectory, advantages: Sequence[Floats] | None = None, **place: int | str) -> str:
+    """A trajectory with all of its steps as one line of strict JSON, which begins with `place`.
 
     In a step, `ids` are the prompt's then the action's; `mask` is 1 where the policy sampled the id; `logprobs`,
-    `versions` and `advantages` have one entry for each sampled id. `where` as in `read_records`.
+    `versions` and `advantages` have one entry for each sampled id. advantages: for each step [A].
     """
-    for record in read_records(folder, **where):
-        trajectory = record.trajectory
-        advantages = record.advantages or (None,) * len(trajectory.steps)
-        line = {
-            "step": record.step,
-            "phase": record.phase,
-            "group": record.group,
-            "member": trajectory.member,
-            "task": {"id": trajectory.task.id, "family": trajectory.task.family, "prompt": trajectory.task.prompt},
-            "status": trajectory.status,
-            "stop_reason": trajectory.stop_reason,
-            "success": trajectory.success,
-            "return": _number(trajectory.ret),
-            "rewards": {name: _number(value) for name, value in trajectory.rewards.items()},
-            "seed": trajectory.seed,
-            "error": trajectory.error,
-            "steps": [_line(*pair) for pair in zip(trajectory.steps, advantages, strict=True)],
-        }
-        yield json.dumps(line, allow_nan=False)
+    per_step = [None] * len(trajectory.steps) if advantages is None else advantages
+    line = place | {
+        "member": trajectory.member,
+        "task": {"id": trajectory.task.id, "family": trajectory.task.family, "prompt": trajectory.task.prompt},
+        "status": trajectory.status,
+        "stop_reason": trajectory.stop_reason,
+        "success": trajectory.success,
+        "return": _number(trajectory.ret),
+        "rewards": {name: _number(value) for name, value in trajectory.rewards.items()},
+        "seed": trajectory.seed,
+        "error": trajectory.error,
+        "steps": [_line(*pair) for pair in zip(trajectory.steps, per_step, strict=True)],
+    }
+    return json.dumps(line, allow_nan=False)
 
 
 def _line(step: Step, advantages: Floats | None) -> dict[str, Any]:

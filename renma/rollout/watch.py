@@ -67,7 +67,7 @@ def show(trajectory: Trajectory, parts: Parts, console: Console, tokens: bool = 
         for end in range(1, len(row.ids) + 1):
             if end == len(row.ids) or bool(row.trained[end]) != bool(row.trained[start]):
                 piece = tokenizer.decode(row.ids[start:end].tolist(), skip_special_tokens=False)
-                text.append(piece, style=TRAINED if row.trained[start] else OBSERVED)
+                text.append(str(piece), style=TRAINED if row.trained[start] else OBSERVED)
                 start = end
         console.print(text)
     if trajectory.error:

@@ -61,14 +61,13 @@ def make_batch(
 
 
 def describe_batch(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
-    """The batch's own metrics: success, returns, reward parts, lengths, endings, failures by kind, staleness, signal."""
+    """The batch's own metrics: success, returns, reward parts, lengths, endings, failures by kind, staleness."""
     everyone = [t for group in groups for t in group.trajectories]
     usable = [t for t in everyone if t.trainable]
     numbers: dict[str, float] = {"trajectories": float(len(everyone)), "groups": float(len(groups))}
-    for reason, count in Counter(t.stop_reason for t in everyone if t.status == "failed").items():
-        numbers[f"failed/{reason}"] = float(count)
-    for reason, count in batch.dropped.items():
-        numbers[f"dropped_groups/{reason}"] = float(count)
+    failed = Counter(str(t.stop_reason) for t in everyone if t.status == "failed")
+    numbers |= {f"failed/{reason}": float(count) for reason, count in failed.items()}
+    numbers |= {f"dropped_groups/{reason}": float(count) for reason, count in batch.dropped.items()}
     if not usable:
         return numbers
     returns = np.array([t.ret for t in usable], dtype=np.float64)

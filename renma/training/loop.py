@@ -109,7 +109,7 @@ class Loop:
         algorithm, recipe = self.algorithm, self.parts.recipe
         if not batch.rows:
             raise RunError(
-                f"step {self.version}: none of the {len(groups)} groups can be learned from (dropped: {batch.dropped}); "
+                f"step {self.version}: none of the {len(groups)} groups can be trained on (dropped: {batch.dropped}); "
                 f"first error: {first_error(groups)}"
             )
         if not self._checked:

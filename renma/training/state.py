@@ -44,7 +44,9 @@ def read_progression(folder: Path) -> Progression:
     try:
         return Progression(**json.loads((folder / STATE).read_text(encoding="utf-8"))["progression"])
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise RunError(f"the checkpoint {folder} cannot be read: {error}; remove it to resume from an earlier one") from error
+        raise RunError(
+            f"the checkpoint {folder} cannot be read: {error}; remove it to resume from an earlier one"
+        ) from error
 
 
 def restore_learner(folder: Path, learner: Learner) -> None:

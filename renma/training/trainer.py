@@ -15,7 +15,7 @@ from renma.evaluation.evaluate import EvaluationResult, succeeded
 from renma.learning.learner import Learner
 from renma.learning.reference import Reference
 from renma.models.policy import load_policy, save_policy
-from renma.recipe import LearnerSection, Recipe
+from renma.recipe import LearnerSection, PretrainedModel, Recipe
 from renma.recipe_checks import check_recipe, derived_facts, updates_per_step
 from renma.recipe_load import dump_recipe, load_recipe
 from renma.rollout.store import TrajectoryStore
@@ -58,7 +58,7 @@ class Trainer:
         self._resumed = resume is not None
         self.folder: RunFolder | None = None
         if resume is not None:
-            self.folder = RunFolder.open(Path(resume))
+            self.folder = RunFolder.open(Path(resume).resolve())
             self.recipe = load_recipe(self.folder.recipe, overrides)
         else:
             self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ class Trainer:
         if checkpoint is None:
             await self._before(parts, records)
         learner = self._learner(parts, recipe.learner, recipe.training.steps * updates_per_step(recipe))
-        reference = self._reference(parts, learner)
+        reference = self._reference(parts)
         loop = Loop(parts, learner, resolve(recipe.algorithm), records, progression.version, reference)
         if checkpoint is None:
             records.checkpoint(0, learner)
@@ -158,9 +158,7 @@ class Trainer:
         await parts.engine.load_weights(0)
         await records.evaluate(0, "cold_start")
 
-    def _learner(
-        self, parts: Parts, section: LearnerSection, steps: int, temperature: float | None = None
-    ) -> Learner:
+    def _learner(self, parts: Parts, section: LearnerSection, steps: int, temperature: float | None = None) -> Learner:
         policy = parts.policy
         return Learner(
             policy.model,
@@ -171,16 +169,23 @@ class Trainer:
             total_steps=steps,
         )
 
-    def _reference(self, parts: Parts, learner: Learner) -> Reference | None:
+    def _reference(self, parts: Parts) -> Reference | None:
         """The starting policy, kept beside the run so that a resumed run has the same one."""
-        if not self.recipe.algorithm.kl:
+        recipe = self.recipe
+        if not resolve(recipe.algorithm).kl:
             return None
         assert self.folder is not None
         kept = self.folder.path / REFERENCE
         if not kept.exists():
             save_policy(parts.policy, kept)
-            return Reference.of(learner)
-        return Reference(learner.like(load_policy(self.recipe.model, folder=kept).model))
+        model = PretrainedModel(source=str(kept), dtype=recipe.model.dtype, device=recipe.model.device)
+        return Reference(
+            load_policy(model).model,
+            output_ids=parts.policy.output_ids,
+            temperature=recipe.sampling.temperature,
+            max_positions=recipe.learner.max_positions,
+            logit_chunk=recipe.learner.logit_chunk,
+        )
 
     def _finish(self, records: Records, results: Sequence[EvaluationResult]) -> None:
         summary = records.summary()

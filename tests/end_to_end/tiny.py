@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from renma.types import Trajectory
+
+def variety(trajectory: Trajectory) -> float:
+    """A reward that even an untrained policy can earn more or less of: how many different tokens it writes."""
+    return len({int(i) for step in trajectory.steps for i in step.action_ids}) / 16
+
+
 TINY: dict[str, Any] = {
     "name": "tiny",
     "seed": 3,
@@ -11,6 +18,7 @@ TINY: dict[str, Any] = {
     "tasks": {"type": "arithmetic", "size": 64, "seed": 1, "max_terms": 3, "max_digits": 1},
     "environment": {"type": "calculator", "max_operations": 1, "max_turns": 4},
     "sampling": {"max_tokens": 16},
+    "rewards": [{"type": "tests.end_to_end.tiny:variety"}],
     "rollout": {"tasks_per_step": 4, "group_size": 4, "slots": 8},
     "learner": {"learning_rate": 1e-3},
     "cold_start": {

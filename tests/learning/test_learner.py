@@ -1,4 +1,4 @@
-"""The learner: its step does not depend on the packing, an unchanged policy has ratio 1, a resumed run is the same run."""
+"""The learner: independent of the packing, ratio 1 for an unchanged policy, a resumed run equal to the whole one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.learning.tiny import make_model, make_row, random_rows, separate_logp
 
 
 def make_learner(kind: str = "llama", model: Any = None, **options: Any) -> Learner:
-    more = {key: options.pop(key) for key in ("output_ids", "temperature", "compute_dtype", "total_steps") if key in options}
+    own = ("output_ids", "temperature", "compute_dtype", "total_steps")
+    more = {key: options.pop(key) for key in own if key in options}
     section = LearnerSection(**{"learning_rate": 1e-2, **options})
     return Learner(make_model(kind) if model is None else model, section, **more)
 
@@ -36,7 +37,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def recorded(learner: Learner, rows: list[Row]) -> list[Row]:
     """The rows with the learner's own log-probabilities as recorded ones: sampled by the current policy."""
     return [
-        make_row(row.ids, row.trained, trajectory=row.trajectory, group=row.group, advantage=row.advantages[row.trained], logprob=values)
+        make_row(
+            row.ids,
+            row.trained,
+            trajectory=row.trajectory,
+            group=row.group,
+            advantage=row.advantages[row.trained],
+            logprob=values,
+        )
         for row, values in zip(rows, learner.logprobs(rows), strict=True)
     ]
 
@@ -136,6 +144,13 @@ def test_several_optimiser_steps_clip_against_the_policy_as_the_batch_began() ->
     assert stats["row_tokens"] == 2 * sum(map(len, rows))
 
 
+@pytest.mark.parametrize("old", ["behaviour", "recompute"])
+def test_the_mismatch_is_measured_before_later_passes_move_the_policy(old: Any) -> None:
+    learner = make_learner(epochs=3)
+    stats = learner.update(recorded(learner, random_rows(2)), loss=ppo_clip(), old_logprobs=old)
+    assert stats["mismatch_max"] <= 1e-6 and stats["ratio_max"] > 1.001
+
+
 def test_trajectories_and_groups_are_not_divided_between_optimiser_steps() -> None:
     seen: list[set[int]] = []
 
@@ -144,9 +159,7 @@ def test_trajectories_and_groups_are_not_divided_between_optimiser_steps() -> No
         return -x.logp, {}
 
     # Four groups of two trajectories, each of two rows.
-    rows = [
-        make_row([n, k, 3, 4], [0, 1, 0, 1], trajectory=n, group=n // 2) for n in range(8) for k in range(2)
-    ]
+    rows = [make_row([n, k, 3, 4], [0, 1, 0, 1], trajectory=n, group=n // 2) for n in range(8) for k in range(2)]
     make_learner(mini_batch=4).update(rows, loss=loss, seed=1)
     assert len(seen) == 2 and seen[0] | seen[1] == set(range(8)) and not seen[0] & seen[1]
     assert all({n ^ 1 for n in part} == part for part in seen)

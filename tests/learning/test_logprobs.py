@@ -54,7 +54,13 @@ def test_case_8_1_no_more_logits_exist_than_a_chunk_has(monkeypatch: pytest.Monk
     assert max(made) <= 4 * 5000
 
 
-RULES = [LogitRule(), LogitRule(0.6), LogitRule(0.7, softcap=3.0), LogitRule(1.3, softcap=2.0, scale=0.5), LogitRule(scale=2.0)]
+RULES = [
+    LogitRule(),
+    LogitRule(0.6),
+    LogitRule(0.7, softcap=3.0),
+    LogitRule(1.3, softcap=2.0, scale=0.5),
+    LogitRule(scale=2.0),
+]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -84,10 +84,10 @@ def test_case_6_7_the_ratio_is_to_the_recorded_policy() -> None:
 
 
 def test_reinforce_with_importance_weighs_by_the_detached_ratio() -> None:
-    ratio = np.exp(0.5)
-    assert gradient(reinforce(importance=True), logp=[-1.0], behaviour=-1.5, advantage=2.0) == pytest.approx([-2 * ratio])
-    assert gradient(reinforce(importance=True, cap=1.1), logp=[-1.0], behaviour=-1.5, advantage=2.0) == pytest.approx([-2.2])
-    assert gradient(reinforce(), logp=[-1.0], behaviour=-1.5, advantage=2.0) == [-2.0]
+    token = {"logp": [-1.0], "behaviour": -1.5, "advantage": 2.0}
+    assert gradient(reinforce(importance=True), **token) == pytest.approx([-2 * np.exp(0.5)])
+    assert gradient(reinforce(importance=True, cap=1.1), **token) == pytest.approx([-2.2])
+    assert gradient(reinforce(), **token) == [-2.0]
 
 
 def test_zero_advantages_have_no_gradient_where_a_loss_says_so() -> None:
@@ -104,7 +104,8 @@ def test_case_6_5_importance_weights_are_truncated_and_detached() -> None:
     assert weight.tolist() == pytest.approx([1.105, 1, 2], abs=1e-3) and not weight.requires_grad
     whole = sequence_weights(old, behaviour, torch.tensor([4, 4, 4]), cap=100.0)
     assert whole.tolist() == pytest.approx([22.2] * 3, abs=0.01)
-    assert sequence_weights(old, behaviour, torch.tensor([4, 4, 7]), cap=2.0).tolist() == pytest.approx([1.105, 1.105, 2], abs=1e-3)
+    two = sequence_weights(old, behaviour, torch.tensor([4, 4, 7]), cap=2.0)
+    assert two.tolist() == pytest.approx([1.105, 1.105, 2], abs=1e-3)
 
 
 def test_case_2_13_of_the_kl_estimates_k2_has_the_gradient_in_the_loss() -> None:
@@ -128,7 +129,9 @@ def test_case_2_13_of_the_kl_estimates_k2_has_the_gradient_in_the_loss() -> None
     assert float(k2(*one)) == pytest.approx(0.125) and float(k3(*one)) == pytest.approx(0.1065, abs=1e-4)
 
 
-@pytest.mark.parametrize(("low", "high", "dual"), [(1.1, 1.2, None), (0.8, 0.9, None), (-0.1, 1.2, None), (0.8, 1.2, 0.5)])
+@pytest.mark.parametrize(
+    ("low", "high", "dual"), [(1.1, 1.2, None), (0.8, 0.9, None), (-0.1, 1.2, None), (0.8, 1.2, 0.5)]
+)
 def test_bounds_that_are_not_on_the_ratio_are_refused(low: float, high: float, dual: float | None) -> None:
     with pytest.raises(RecipeError, match="ratio"):
         ppo_clip(low, high, dual)

@@ -21,38 +21,60 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(kind: str, rows: list[Row], max_positions: int, output_ids: list[int] | None = None, **options: str) -> None:
-    """Log-probabilities and gradients of random weights on them: the rows apart, and as packs."""
+def compare(
+    kind: str,
+    rows: list[Row],
+    max_positions: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+    output_ids: list[int] | None = None,
+    attention: str = "sdpa",
+) -> None:
+    """Log-probabilities and gradients of random weights on them: the rows apart, and as packs.
+
+    Gradients are compared relative to the largest entry of each parameter's.
+    """
     ids = None if output_ids is None else torch.tensor(output_ids)
-    model = make_model(kind, **options)
-    cotangents = [torch.from_numpy(np.random.default_rng(i).normal(size=int(r.trained.sum()))) for i, r in enumerate(rows)]
+    model = make_model(kind, attention).to(dtype)
+    model.config._experts_implementation = "eager"  # the grouped product has no float64
+    sizes = [int(row.trained.sum()) for row in rows]
+    cotangents = [torch.tensor(np.random.default_rng(i).normal(size=n), dtype=dtype) for i, n in enumerate(sizes)]
     plain = [separate_logprobs(model, row, 0.7, ids) for row in rows]
-    torch.cat([p * c.float() for p, c in zip(plain, cotangents, strict=True)]).sum().backward()
+    torch.cat([p * c for p, c in zip(plain, cotangents, strict=True)]).sum().backward()
     wanted = gradients(model)
     model.zero_grad(set_to_none=True)
 
     tree_model = TreeModel(model, output_ids=ids, temperature=0.7, logit_chunk=5)
     tree_model.begin()
-    flat = torch.zeros(sum(len(p) for p in plain))
-    every = torch.cat(cotangents).float()
+    flat = torch.zeros(sum(sizes), dtype=dtype)
     for tree in tree_model.packs(rows, max_positions):
         logp, _ = tree_model.logprobs(tree)
         token = torch.from_numpy(tree.token)
-        (logp * every[token]).sum().backward()
+        (logp * torch.cat(cotangents)[token]).sum().backward()
         flat[token] = logp.detach()
     tree_model.finish()
     got = gradients(model)
-    torch.testing.assert_close(flat, torch.cat(plain).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(flat, torch.cat(plain).detach(), rtol=tolerance, atol=tolerance)
     assert got.keys() == wanted.keys()
     for name, gradient in wanted.items():
         scale = float(gradient.abs().max()) + 1e-3
-        torch.testing.assert_close(got[name] / scale, gradient / scale, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        worst = float((got[name] - gradient).abs().max()) / scale
+        assert worst <= tolerance, f"{name}: the gradients differ by {worst:.2g} of the largest"
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=seeds, max_positions=st.sampled_from([16, 40, 1000]))
 def test_case_8_4_a_tree_equals_its_rows(kind: str, seed: int, max_positions: int) -> None:
+    # In float64: some trees are so badly conditioned that the rows apart are themselves 2e-5 off in float32. What is
+    # left, about 1e-6, is transformers' own float32 norms and routers.
+    compare(kind, random_rows(seed), max_positions, dtype=torch.float64, tolerance=5e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+@pytest.mark.parametrize(("seed", "max_positions"), [(0, 16), (1, 1000)])
+def test_case_8_4_a_tree_equals_its_rows_in_float32(kind: str, seed: int, max_positions: int) -> None:
     compare(kind, random_rows(seed), max_positions)
 
 

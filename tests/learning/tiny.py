@@ -92,7 +92,9 @@ def make_row(
     )
 
 
-def random_rows(seed: int, count: int = 8, low: int = 3, high: int = 14, symbols: int = 5, groups: int = 0) -> list[Row]:
+def random_rows(
+    seed: int, count: int = 8, low: int = 3, high: int = 14, symbols: int = 5, groups: int = 0
+) -> list[Row]:
     """Rows that share beginnings of random lengths, with tokens from a few symbols, trained here and there."""
     rng = np.random.default_rng(seed)
     rows: list[Row] = []
@@ -151,9 +153,9 @@ def make_trajectory(
 def separate_logprobs(model: Any, row: Row, temperature: float = 1.0, output_ids: Any = None) -> Any:
     """log pi of a row's trained tokens the plain way: the whole model on the row alone. Differentiable."""
     ids = torch.from_numpy(row.ids.astype(np.int64))
-    logits = model(input_ids=ids[None]).logits[0].float() / temperature
+    logits = model(input_ids=ids[None]).logits[0] / temperature
     if output_ids is not None:
-        hidden = torch.full((logits.shape[-1],), -torch.inf)
+        hidden = torch.full((logits.shape[-1],), -torch.inf, dtype=logits.dtype)
         hidden[output_ids] = 0
         logits = logits + hidden
     at = torch.from_numpy(np.flatnonzero(row.trained))

@@ -47,7 +47,7 @@ def test_lines_encoded_one_by_one_are_the_whole(lines: list[str]) -> None:
 
 def test_words_of_the_corpus_are_merged() -> None:
     assert 256 + 3 < len(TOKENIZER) <= 320
-    assert len(ids_of("Question")) == 1 and len(ids_of("calc")) == 1
+    assert len(ids_of("Question")) == 1 and len(ids_of(" calc")) == 1
 
 
 def test_the_same_texts_in_any_order_give_the_same_tokenizer() -> None:

@@ -57,7 +57,9 @@ class Counting(Environment):
         self._maybe_fail("step")
         self.n += 1
         over = self.n >= self.turns
-        return StepResult("go on", float(over and self.won), terminated=over, info={"success": self.won} if over else {})
+        return StepResult(
+            "go on", float(over and self.won), terminated=over, info={"success": self.won} if over else {}
+        )
 
     def close(self) -> None:
         type(self).closed += 1

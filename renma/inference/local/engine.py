@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import LongTensor, Tensor, nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from renma.errors import ContextOverflow, ModelError, RunError
@@ -52,7 +52,7 @@ class LocalEngine:
         model: PreTrainedModel | nn.Module,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        output_ids: LongTensor | None = None,
+        output_ids: Tensor | None = None,
         slots: int = 64,
         context: int | None = None,
         deterministic: bool = True,

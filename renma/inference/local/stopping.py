@@ -31,9 +31,8 @@ class StopStrings:
         """Whether `token` can complete a stop string at all."""
         known = self._may_end.get(token)
         if known is None:
-            # Twice, less once: a tokenizer may drop the space at the start of a text.
-            piece = self._decode([token, token])[len(self._decode([token])) :]
-            known = self._may_end[token] = not self._last.isdisjoint(piece)
+            # Twice: a tokenizer may drop the space at the start of a text.
+            known = self._may_end[token] = not self._last.isdisjoint(self._decode([token, token]))
         return known
 
     def completed(self, tail: Sequence[int]) -> bool:
