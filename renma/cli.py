@@ -70,7 +70,9 @@ def train(
         trainer.fit()
     except KeyboardInterrupt:
         if trainer.folder is not None:
-            errors.print(f"renma: interrupted; go on with: renma resume {trainer.folder.path}", style="yellow", soft_wrap=True)
+            errors.print(
+                f"renma: interrupted; go on with: renma resume {trainer.folder.path}", style="yellow", soft_wrap=True
+            )
         raise typer.Exit(130) from None
 
 

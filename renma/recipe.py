@@ -47,7 +47,7 @@ class ModelSection(Section):
     output_tokens: Literal["all", "tasks"] = Field(
         "all",
         description="the tokens the policy can emit; 'tasks': those in the text of tasks, header and demonstrations. "
-        "Sampler and learner both normalise over this set, so the policy stays exact, and a large vocabulary costs less",
+        "Sampler and learner both normalise over this set, so the policy stays exact and a large vocabulary cheap",
     )
 
 

@@ -42,7 +42,7 @@ def _check_training(recipe: Recipe) -> None:
     cut = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
     if cut:
         raise RecipeError(
-            f"sampling.{cut[0]}={getattr(sampling, cut[0])}: the learner normalises over all tokens, so a cut set would "
+            f"sampling.{cut[0]}={getattr(sampling, cut[0])}: the learner normalises over all tokens: a cut set would "
             f"make every ratio wrong; leave {cut[0]} at its default for training (evaluation may set it)"
         )
     total = rollout.tasks_per_step * rollout.group_size

@@ -46,7 +46,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _loader(folder: Path) -> type[yaml.SafeLoader]:
-    """YAML with one tag more: `!file NAME` is the text of a file beside the recipe, so that a resolved recipe is whole."""
+    """YAML with one tag more: `!file NAME` is the text of a file beside the recipe: a loaded recipe is whole."""
 
     class Loader(yaml.SafeLoader):
         pass

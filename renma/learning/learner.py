@@ -119,10 +119,6 @@ class Learner:
         self.steps = 0  # optimiser steps, skipped ones included
         self.skipped = 0
 
-    def like(self, model: nn.Module) -> Scorer:
-        """A scorer of another model with this learner's vocabulary, temperature and limits."""
-        return self.scorer.like(model)
-
     def logprobs(self, rows: Sequence[Row]) -> list[Floats]:
         """log pi of each row's trained tokens, float32 [trained tokens] a row; nothing is learned."""
         return self.scorer.logprobs(rows)

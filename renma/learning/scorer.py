@@ -35,16 +35,6 @@ class Scorer:
         self.tree = TreeModel(model, output_ids=output_ids, temperature=temperature, logit_chunk=logit_chunk)
         self.tree.check()
 
-    def like(self, model: nn.Module) -> Scorer:
-        """A scorer of another model with the same vocabulary, temperature and limits: of a frozen reference, say."""
-        return Scorer(
-            model,
-            output_ids=self.tree.output_ids,
-            temperature=self.tree.rule.temperature,
-            max_positions=self.max_positions,
-            logit_chunk=self.tree.chunk,
-        )
-
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[Floats]:
         """log pi of each row's trained tokens, float32 [trained tokens] a row.

@@ -15,6 +15,7 @@ from typing import Any
 
 from renma.agents.base import Agent, ContextFull
 from renma.environments.base import Environment, as_observation
+from renma.environments.tool_environment import ToolEnvironment
 from renma.errors import RenmaError
 from renma.rollout.threads import call
 from renma.types import Status, Step, StepResult, StopReason, Task, Trajectory
@@ -38,6 +39,10 @@ class _Record:
 
     steps: list[Step] = field(default_factory=list)
     success: bool | None = None
+
+
+# Methods that an environment left as they are need no thread.
+OURS = (Environment.state_key, Environment.close, ToolEnvironment.reset)
 
 
 class EnvironmentFailed(Exception):
@@ -187,6 +192,8 @@ async def _environment(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
+        if getattr(function, "__func__", None) in OURS:
+            return function(*arguments)
         value = await call(function, *arguments)
         return await value if inspect.isawaitable(value) else value
     except (asyncio.CancelledError, TimeoutError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -110,7 +111,7 @@ class Loop:
         if not batch.rows:
             raise RunError(
                 f"step {self.version}: none of the {len(groups)} groups can be trained on (dropped: {batch.dropped}); "
-                f"first error: {first_error(groups)}"
+                f"endings: {endings(groups)}; first error: {first_error(groups)}"
             )
         if not self._checked:
             check_mismatch(self.learner, batch.rows, recipe.training.mismatch_tolerance)
@@ -128,6 +129,11 @@ class Loop:
             reference=self.reference.logprobs(batch.rows) if self.reference else None,
             seed=self.version,
         )
+
+
+def endings(groups: Sequence[Group]) -> str:
+    counts = Counter(t.stop_reason for group in groups for t in group.trajectories)
+    return ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
 
 
 def first_error(groups: Sequence[Group]) -> str:

@@ -15,7 +15,7 @@ from renma.rollout.store import TrajectoryStore
 from renma.training.batch import Batch
 from renma.training.checkpoints import save_checkpoint
 from renma.training.metrics import MetricsLog
-from renma.training.run_folder import RunFolder
+from renma.training.run_folder import RunFolder, write_whole
 from renma.training.setup import Parts
 from renma.training.state import Progression, write_state
 from renma.types import Group, Trajectory
@@ -38,6 +38,7 @@ class Records:
     progress: Progress
     seconds_before: float = 0.0
     saved: int = -1
+    evaluated: int = 0
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -63,16 +64,19 @@ class Records:
 
     async def step_done(self, loop: Loop) -> None:
         """After an update, with the new weights in the sampler: evaluate and save when it is time."""
-        recipe, version = loop.parts.recipe, loop.version
-        last = version == recipe.training.steps
-        every = recipe.evaluation.every
-        if every and version % every == 0 and not last:
-            await self.evaluate(version, "during", limit=recipe.evaluation.limit)
+        await self.evaluate_when_due(loop.version)
+        due = loop.parts.recipe.training.checkpoint_every
+        if loop.version == loop.parts.recipe.training.steps or (due and loop.version % due == 0):
+            self.checkpoint(loop.version, loop.learner)
+
+    async def evaluate_when_due(self, version: int) -> None:
+        """The evaluation between steps, once: a resumed run makes up for one that was interrupted."""
+        section, steps = self.parts.recipe.evaluation, self.parts.recipe.training.steps
+        if section.every and version % section.every == 0 and self.evaluated < version < steps:
+            await self.evaluate(version, "during", limit=section.limit)
             # What the evaluation left in the prefix cache must not change a later bit of the training run.
-            await loop.parts.engine.load_weights(version)
-        due = recipe.training.checkpoint_every
-        if last or (due and version % due == 0):
-            self.checkpoint(version, loop.learner)
+            await self.parts.engine.load_weights(version)
+        self.evaluated = version
 
     async def evaluate(self, step: int, when: str, limit: int | None = None) -> list[EvaluationResult]:
         results = []
@@ -107,10 +111,7 @@ class Records:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        path = self.folder.path / SUMMARY
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(summary, ensure_ascii=False, indent=1), encoding="utf-8")
-        aside.replace(path)
+        write_whole(self.folder.path / SUMMARY, json.dumps(summary, ensure_ascii=False, indent=1))
 
     def checkpoint(self, version: int, learner: Learner) -> None:
         """Save the whole state; what was logged before it is on disk before it."""
@@ -119,7 +120,7 @@ class Records:
         self.store.flush()
 
         def write(folder: Path) -> None:
-            write_state(folder, self.parts.policy, learner, Progression(version, self.seconds))
+            write_state(folder, self.parts.policy, learner, Progression(version, self.seconds, self.evaluated))
 
         save_checkpoint(self.folder, version, write, keep=self.parts.recipe.training.keep_checkpoints)
         self.saved = version

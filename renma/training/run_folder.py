@@ -151,6 +151,13 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new, never a part."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
 def next_name(base: Path, name: str) -> str:
     """`name`, or the first of name-2, name-3, … that no run under `base` has."""
     number = 1

@@ -14,12 +14,12 @@ from renma.environments import DEMONSTRATORS, ENVIRONMENTS
 from renma.environments.base import Environment
 from renma.environments.demonstrators import Demonstrator
 from renma.environments.transcripts import transcripts
-from renma.errors import DataError
+from renma.errors import DataError, RecipeError
 from renma.inference.base import Engine, SamplingParams
 from renma.inference.local import LocalEngine
 from renma.learning.lora import apply_lora
 from renma.models.policy import Policy, load_policy
-from renma.parts import build
+from renma.parts import build, checked_options
 from renma.recipe import PretrainedModel, Recipe, SamplingSection
 from renma.rewards.base import NamedReward, build_rewards
 from renma.rollout.demonstrations import ScriptedEngine, demonstrating
@@ -29,7 +29,7 @@ from renma.seeding import seed_for
 from renma.tasks import TASKS
 from renma.tasks.base import TaskSource
 from renma.tasks.order import TaskOrder
-from renma.types import Task
+from renma.types import Message, Task
 
 TRANSCRIPTS = 2000  # enough text for a small tokenizer, and for the tokens a policy may need
 
@@ -112,6 +112,7 @@ def assemble_with(
         agents = agent_maker(recipe, policy, renderer, sampling)
         return Runner(engine, make_environment, agents, rules, rewards, recipe.seed, concurrency=rollout.slots)
 
+    check_prompts(recipe, tasks, renderer, engine.context)
     measured = SamplingSection(temperature=recipe.evaluation.temperature, max_tokens=recipe.sampling.max_tokens)
     return Parts(
         recipe=recipe,
@@ -125,6 +126,18 @@ def assemble_with(
         renderer=renderer,
         max_turns=rollout.max_turns or make_environment().max_turns,
     )
+
+
+def check_prompts(recipe: Recipe, tasks: TaskSource, renderer: Any, context: int) -> None:
+    """Raise RecipeError when the first tasks' prompts leave no room for an action: every episode would end at once."""
+    count = min(len(tasks), 16)
+    lengths = [len(renderer.start([Message("user", tasks[i].prompt)])) for i in range(count)]
+    long = sum(length >= context for length in lengths)
+    if long:
+        raise RecipeError(
+            f"{long / count:.0%} of the first {count} tasks have a prompt that fills the context: up to {max(lengths)} "
+            f"tokens, the model's context is {context}; shorten the prompt or header, or take a longer context"
+        )
 
 
 def build_tasks(recipe: Recipe) -> TaskSource:
@@ -146,11 +159,10 @@ def build_evaluation(recipe: Recipe) -> list[EvaluationTasks]:
 
 
 def environment_maker(recipe: Recipe) -> Callable[[], Environment]:
-    def make() -> Environment:
-        environment: Environment = build(ENVIRONMENTS, recipe.environment, "environment")
-        return environment
-
-    return make
+    """Makes a fresh environment each time; the options are checked once, here."""
+    factory: Callable[..., Environment] = ENVIRONMENTS[recipe.environment.type]
+    options = checked_options(ENVIRONMENTS, recipe.environment, "environment")
+    return lambda: factory(**options)
 
 
 def agent_maker(recipe: Recipe, policy: Policy, renderer: Any, sampling: SamplingSection) -> MakeAgent:

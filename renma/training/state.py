@@ -24,11 +24,13 @@ STATE = "state.json"
 class Progression:
     """version: training steps done, which is also the weights' version. The data cursor is version * tasks_per_step.
 
-    seconds: time spent so far, over all the run's processes.
+    seconds: time spent so far, over all the run's processes. evaluated: the last version whose evaluation, where one
+    was due, is done: an interrupt may come in the middle of one.
     """
 
     version: int = 0
     seconds: float = 0.0
+    evaluated: int = 0
 
 
 def write_state(folder: Path, policy: Policy, learner: Learner, progression: Progression) -> None:

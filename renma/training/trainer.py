@@ -27,7 +27,7 @@ from renma.training.metrics import MetricsLog
 from renma.training.progress import Progress
 from renma.training.records import Records
 from renma.training.rng import seed_all
-from renma.training.run_folder import RunFolder, next_name
+from renma.training.run_folder import RunFolder, next_name, write_whole
 from renma.training.setup import Parts, assemble
 from renma.training.state import POLICY, Progression, read_progression, restore_learner
 from renma.types import Group
@@ -84,8 +84,7 @@ class Trainer:
                 if not self._resumed:
                     shutil.rmtree(folder.path)  # made a moment ago; nothing has been written yet
                 raise
-            if not self._resumed:
-                folder.recipe.write_text(dump_recipe(self.recipe), encoding="utf-8")
+            write_whole(folder.recipe, dump_recipe(self.recipe))  # on a resume: with its overrides
             progression = read_progression(checkpoint) if checkpoint else Progression()
             records = self._records(folder, parts, progression, fresh=checkpoint is None)
             try:
@@ -125,7 +124,9 @@ class Trainer:
             records.checkpoint(0, learner)
         else:
             restore_learner(checkpoint, learner)
-            records.saved = progression.version
+            records.saved, records.evaluated = progression.version, progression.evaluated
+            await parts.engine.load_weights(loop.version)
+            await records.evaluate_when_due(loop.version)
         self._progress.phase("train", recipe.training.steps)
         try:
             await loop.run()

@@ -6,6 +6,7 @@ from typing import Any
 
 from renma.types import Trajectory
 
+
 def variety(trajectory: Trajectory) -> float:
     """A reward that even an untrained policy can earn more or less of: how many different tokens it writes."""
     return len({int(i) for step in trajectory.steps for i in step.action_ids}) / 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -330,7 +331,7 @@ def test_the_reference_pulls_and_entropy_pushes() -> None:
     rows = random_rows(3)
     flat = [make_row(row.ids, row.trained, trajectory=i, advantage=0.0) for i, row in enumerate(rows)]
     learner = make_learner()
-    reference = Reference.of(learner)
+    reference = Reference(copy.deepcopy(learner.model))
     for _ in range(5):
         learner.update(rows, loss=sft())
     far = learner.update(flat, loss=reinforce(), kl=1.0, reference=reference.logprobs(flat))["kl_reference"]

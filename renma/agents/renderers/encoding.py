@@ -95,7 +95,7 @@ class TextEncoder:
         return self._ids(text, **options)
 
     def _ids(self, text: str, **options: Any) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, **options)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
         return ids
 
 
