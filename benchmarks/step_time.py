@@ -34,14 +34,15 @@ class Timings:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self.environment = 0.0
+        self.environment = self.reward = 0.0
 
     def episode_done(self, step: int, trajectory: Any) -> None:
         self.environment += sum(s.seconds.get("environment", 0.0) for s in trajectory.steps)
+        self.reward += trajectory.reward_seconds
 
     def learned(self, step: int, groups: Any, batch: Any, metrics: dict[str, float]) -> None:
-        self.steps.append({**metrics, "seconds_environment": self.environment})
-        self.environment = 0.0
+        self.steps.append({**metrics, "seconds_environment": self.environment, "seconds_reward": self.reward})
+        self.environment = self.reward = 0.0
 
     async def step_done(self, loop: Loop) -> None:
         return None
@@ -66,8 +67,10 @@ def measure(name: str, steps: int, overrides: list[str]) -> list[dict[str, float
 ROWS = [
     ("rollout (sampling and environment)", "seconds_rollout"),
     ("  of it in environments, summed over episodes", "seconds_environment"),
+    ("  of it in rewards, summed over episodes", "seconds_reward"),
     ("credit, rows", "seconds_credit"),
     ("learner", "seconds_learn"),
+    ("sync (weights to the engine)", "seconds_sync"),
     ("trajectories", "trajectories"),
     ("sampled tokens", "sampled_tokens"),
     ("positions computed by the learner", "learner/positions"),

@@ -162,6 +162,7 @@ class Trajectory:
     error: str | None = None
     attempts: int = 1
     seconds: float = 0.0
+    reward_seconds: float = 0.0
 
     @property
     def step_rewards(self) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -98,8 +99,10 @@ class Runner:
             return trajectory
         # The recipe's rewards take the place of the environment's own.
         bare = replace(trajectory, steps=tuple(replace(step, reward={}) for step in trajectory.steps))
+        started = time.perf_counter()
         try:
-            return replace(bare, rewards=await combine(self.rewards, trajectory))
+            rewards = await combine(self.rewards, trajectory)
+            return replace(bare, rewards=rewards, reward_seconds=time.perf_counter() - started)
         except RenmaError:
             raise
         except Exception as error:

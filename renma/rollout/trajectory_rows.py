@@ -50,6 +50,7 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("attempts", pa.int32()),
         ("trajectory_seconds", pa.float64()),
+        ("reward_seconds", pa.float64()),
         # the step
         ("agent", pa.string()),
         ("policy", pa.string()),
@@ -184,6 +185,7 @@ def _rows(trajectory: Trajectory, advantages: Floats | None, place: dict[str, An
         "error": trajectory.error,
         "attempts": trajectory.attempts,
         "trajectory_seconds": trajectory.seconds,
+        "reward_seconds": trajectory.reward_seconds,
     }
     if not trajectory.steps:
         return [_readable(shared)]
@@ -272,6 +274,7 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> Record:
         error=first["error"],
         attempts=first["attempts"],
         seconds=first["trajectory_seconds"],
+        reward_seconds=first["reward_seconds"],
     )
     known = bool(stepped) and all(row["advantages"] is not None for row in stepped)
     advantages = tuple(np.array(row["advantages"], dtype=np.float32) for row in stepped) if known else None

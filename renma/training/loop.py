@@ -43,10 +43,11 @@ class Loop:
     reference: Reference | None = None
     _running: dict[int, asyncio.Task[tuple[list[Group], float]]] = field(default_factory=dict)
     _checked: bool = False
+    _sync_seconds: float = 0.0
 
     async def run(self) -> None:
         recipe = self.parts.recipe
-        await self.parts.engine.load_weights(self.version)
+        await self._sync()
         try:
             while self.version < recipe.training.steps:
                 self._start_batches()
@@ -54,10 +55,15 @@ class Loop:
                 self._learn(groups, waited)
                 self.version += 1
                 # The sampler gets the new weights before anything is awaited that could need them.
-                await self.parts.engine.load_weights(self.version)
+                await self._sync()
                 await self.records.step_done(self)
         finally:
             await self._stop_batches()
+
+    async def _sync(self) -> None:
+        started = time.perf_counter()
+        await self.parts.engine.load_weights(self.version)
+        self._sync_seconds = time.perf_counter() - started
 
     def _start_batches(self) -> None:
         training = self.parts.recipe.training
@@ -97,6 +103,7 @@ class Loop:
         sampled = sum(t.sampled_tokens for group in groups for t in group.trajectories)
         metrics = describe_batch(groups, batch, self.version) | {f"learner/{k}": v for k, v in stats.items()}
         metrics |= {
+            "seconds_sync": self._sync_seconds,
             "seconds_rollout": sampling_seconds,
             "seconds_credit": credited - started,
             "seconds_learn": learned - credited,

@@ -92,6 +92,7 @@ def groups(draw: st.DrawFn) -> Group:
             error=draw(st.none() | any_text),
             attempts=draw(st.integers(1, 3)),
             seconds=draw(st.floats(0, 1e6)),
+            reward_seconds=draw(st.floats(0, 1e6)),
         )
         for member in range(draw(st.integers(1, 3)))
     ]

@@ -64,7 +64,7 @@ class SlotPolicy:
         self.head = OutputHead(self.model, None if output_ids is None else output_ids.to(self.device))
         self._low = torch.tensor(torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
-        self._range = torch.arange(context, device=self.device)
+        self._range = torch.arange(max(context, slots), device=self.device)
         self._modules = list(self.outer.modules())
         with self.sampling():
             self._whole = not self._head_is_known()
