@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from renma.errors import RunError
 from renma.learning.learner import Learner
-from renma.learning.reference import Reference
+from renma.learning.scorer import Scorer
 from renma.training.algorithms import Algorithm
 from renma.training.batch import Batch, describe_batch, make_batch
 from renma.training.mismatch import check_mismatch
@@ -40,7 +40,7 @@ class Loop:
     algorithm: Algorithm
     records: Records
     version: int = 0
-    reference: Reference | None = None
+    reference: Scorer | None = None
     _running: dict[int, asyncio.Task[tuple[list[Group], float]]] = field(default_factory=dict)
     _checked: bool = False
     _sync_seconds: float = 0.0

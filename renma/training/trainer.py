@@ -13,7 +13,7 @@ from typing import Any
 
 from renma.evaluation.evaluate import EvaluationResult, succeeded
 from renma.learning.learner import Learner
-from renma.learning.reference import Reference
+from renma.learning.scorer import Scorer
 from renma.models.policy import load_policy, save_policy
 from renma.recipe import LearnerSection, PretrainedModel, Recipe
 from renma.recipe_checks import check_recipe, derived_facts, updates_per_step
@@ -170,7 +170,7 @@ class Trainer:
             total_steps=steps,
         )
 
-    def _reference(self, parts: Parts) -> Reference | None:
+    def _reference(self, parts: Parts) -> Scorer | None:
         """The starting policy, kept beside the run so that a resumed run has the same one."""
         recipe = self.recipe
         if not resolve(recipe.algorithm).kl:
@@ -180,8 +180,8 @@ class Trainer:
         if not kept.exists():
             save_policy(parts.policy, kept)
         model = PretrainedModel(source=str(kept), dtype=recipe.model.dtype, device=recipe.model.device)
-        return Reference(
-            load_policy(model).model,
+        return Scorer(
+            load_policy(model).model.requires_grad_(False),
             output_ids=parts.policy.output_ids,
             temperature=recipe.sampling.temperature,
             max_positions=recipe.learner.max_positions,
