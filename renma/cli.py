@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +14,22 @@ from rich.console import Console
 
 from renma.errors import RenmaError
 
+
+class Shown(StrEnum):
+    """auto: a live view in a terminal, plain elsewhere. plain: a line a step. json: an object an event."""
+
+    auto = "auto"
+    plain = "plain"
+    quiet = "quiet"
+    json = "json"
+
+
 app = typer.Typer(
     name="renma", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value", show_default=False)]
 Output = Annotated[Path, typer.Option(help="where run folders are made")]
-View = Annotated[str, typer.Option("--progress", help="auto, plain, quiet or json")]
+View = Annotated[Shown, typer.Option("--progress", help="how the run is shown")]
 errors = Console(stderr=True)
 
 
@@ -59,13 +70,13 @@ def train(
     recipe: Annotated[str, typer.Argument(help="a YAML file, or the name of a recipe that comes with Renma")],
     overrides: Overrides = None,
     output: Output = Path("runs"),
-    progress: View = "auto",
+    progress: View = Shown.auto,
 ) -> None:
     """Train a recipe; any leaf can be overridden: renma train quickstart training.steps=50."""
     from renma.recipes import find_recipe
     from renma.training.trainer import Trainer
 
-    trainer = Trainer(find_recipe(recipe), overrides=overrides or (), output=output, progress=progress)
+    trainer = Trainer(find_recipe(recipe), overrides=overrides or (), output=output, progress=progress.value)
     try:
         trainer.fit()
     except KeyboardInterrupt:
@@ -81,12 +92,12 @@ def train(
 def resume(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     overrides: Overrides = None,
-    progress: View = "auto",
+    progress: View = Shown.auto,
 ) -> None:
     """Go on with a run from its last checkpoint."""
     from renma.training.trainer import Trainer
 
-    Trainer(resume=run, overrides=overrides or (), progress=progress).fit()
+    Trainer(resume=run, overrides=overrides or (), progress=progress.value).fit()
 
 
 @app.command(name="eval")

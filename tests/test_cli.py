@@ -137,8 +137,8 @@ def test_case_9_2_rollouts_can_be_seen_and_exported(run: Path) -> None:
 def test_list(kind: str) -> None:
     code, output = renma("list", kind)
     assert code == 0
-    assert len(output.splitlines()) > 2
-    assert "None" not in output
+    rows = [line.strip("│ ").split("│") for line in output.splitlines() if line.startswith("│")]
+    assert rows and all(description.strip() for _, description in rows), output
 
 
 def test_list_of_an_unknown_kind() -> None:

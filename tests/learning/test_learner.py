@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from renma.errors import RecipeError, RunError
 from renma.learning.learner import Learner
 from renma.learning.losses import LossInput, ppo_clip, reinforce, sft
-from renma.learning.reference import Reference
+from renma.learning.scorer import Scorer
 from renma.learning.rows import MissingLogprobs, Row
 from renma.recipe import LearnerSection
 from tests.learning.tiny import make_model, make_row, random_rows, separate_logprobs
@@ -331,7 +331,7 @@ def test_the_reference_pulls_and_entropy_pushes() -> None:
     rows = random_rows(3)
     flat = [make_row(row.ids, row.trained, trajectory=i, advantage=0.0) for i, row in enumerate(rows)]
     learner = make_learner()
-    reference = Reference(copy.deepcopy(learner.model))
+    reference = Scorer(copy.deepcopy(learner.model))
     for _ in range(5):
         learner.update(rows, loss=sft())
     far = learner.update(flat, loss=reinforce(), kl=1.0, reference=reference.logprobs(flat))["kl_reference"]

@@ -163,7 +163,7 @@ def test_case_7_6_training_can_start_from_an_adapter_folder(folder: Path, tmp_pa
         expected = adapted(ids).logits
         policy = load_policy(PretrainedModel(source=str(tmp_path / "adapter"), device="cpu", dtype="float32"))
         found, plain = policy.model(ids).logits, load_folder(folder, FP32)[0](ids).logits
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # merging rounds
     assert not torch.allclose(found, plain, atol=1e-3)
     assert not any("lora" in name for name, _ in policy.model.named_modules())
 
