@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from renma.errors import RecipeError, RunError
 from renma.learning.learner import Learner
 from renma.learning.losses import LossInput, ppo_clip, reinforce, sft
-from renma.learning.scorer import Scorer
 from renma.learning.rows import MissingLogprobs, Row
+from renma.learning.scorer import Scorer
 from renma.recipe import LearnerSection
 from tests.learning.tiny import make_model, make_row, random_rows, separate_logprobs
 
