@@ -20,8 +20,8 @@ from renma.types import Action, Observation, StepResult, Task
 class Environment:
     """Subclass and give `reset` and `step`; the rest is optional.
 
-    thread_safe: False when two instances in one process disturb each other (module-level state); the runner then
-    gives each its own process.
+    thread_safe: False when two instances in one process disturb each other (module-level state); a recipe that would
+    run more than one at a time is then refused.
     max_turns: the most actions an episode may take when the recipe does not say.
     """
 

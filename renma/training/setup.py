@@ -78,7 +78,7 @@ def assemble(recipe: Recipe, *, policy_folder: Path | None = None) -> Parts:
     tasks = build_tasks(recipe)
     evaluation = build_evaluation(recipe)
     make_environment = environment_maker(recipe)
-    make_environment()  # a mistake in its options shows now
+    check_alone(make_environment(), recipe)  # a mistake in its options shows now too
     rewards = build_rewards(recipe.rewards)
     model = recipe.model
     if policy_folder is not None:
@@ -137,6 +137,15 @@ def check_prompts(recipe: Recipe, tasks: TaskSource, renderer: Any, context: int
         raise RecipeError(
             f"{long / count:.0%} of the first {count} tasks have a prompt that fills the context: up to {max(lengths)} "
             f"tokens, the model's context is {context}; shorten the prompt or header, or take a longer context"
+        )
+
+
+def check_alone(environment: Environment, recipe: Recipe) -> None:
+    """Raise RecipeError when episodes would run side by side in an environment that does not bear it."""
+    if not environment.thread_safe and (recipe.rollout.slots > 1 or recipe.training.staleness):
+        raise RecipeError(
+            f"environment {recipe.environment.type!r} is not thread-safe: two of its episodes in one process would "
+            "disturb each other; set rollout.slots=1 and training.staleness=0, so that one runs at a time"
         )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from renma.errors import RunError
+from renma.errors import RecipeError, RunError
 from renma.learning.learner import Learner
 from renma.recipe_load import load_recipe
 from renma.training.algorithms import resolve
@@ -119,8 +120,6 @@ def test_a_run_without_a_trainable_sample_stops_with_the_reason() -> None:
         environment.reset = lambda task: (_ for _ in ()).throw(OSError("no page"))  # type: ignore[method-assign]
         return environment
 
-    from dataclasses import replace
-
     parts.runner = replace(parts.runner, make_environment=make)
     with pytest.raises(RunError, match="OSError: no page"):
         run(parts)
@@ -133,3 +132,33 @@ def test_groups_whose_members_all_agree_change_nothing() -> None:
     metrics = run(parts).steps[0][2]
     assert metrics["zero_std_share"] == 1.0
     assert all(np.array_equal(p.detach().numpy(), weights[n].numpy()) for n, p in parts.policy.model.named_parameters())
+
+
+def test_case_5_11_environments_that_share_state_are_never_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    from renma.environments.calculator import CalculatorEnvironment
+
+    monkeypatch.setattr(CalculatorEnvironment, "thread_safe", False)
+    with pytest.raises(RecipeError, match="rollout.slots=1"):
+        parts_of()
+    parts = parts_of("rollout.slots=1", "rollout.tasks_per_step=2", "rollout.group_size=2", "training.steps=1")
+    open_now, most = 0, 0
+    made = parts.runner.make_environment
+
+    def counted() -> Any:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        environment = made()
+        closing = environment.close
+
+        def close() -> Any:
+            nonlocal open_now
+            open_now -= 1
+            return closing()
+
+        environment.close = close  # type: ignore[method-assign]
+        return environment
+
+    parts.runner = replace(parts.runner, make_environment=counted)
+    run(parts)
+    assert (open_now, most) == (0, 1)
