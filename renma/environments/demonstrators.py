@@ -36,8 +36,9 @@ class ArithmeticDemonstrator:
         Call: calc(32-4)      Result: 28
         Answer: 28
 
-    early_answer: the probability, at each turn after the first that has operations left, of answering with the partial
-    result. slip: the probability, at each turn, of one mistake: another operator or a miscopied digit.
+    early_answer: the probability of giving up after the first call, answering with the partial result where operations
+    are left; who goes on goes to the end, so that every later call is shown often enough to be learnt. slip: the
+    probability, at each turn, of one mistake: another operator or a miscopied digit.
     """
 
     def __init__(self, *, early_answer: float = 0.35, slip: float = 0.1) -> None:
@@ -57,7 +58,7 @@ class ArithmeticDemonstrator:
             # A result that cannot be read (the tool refused) is worked out in the head.
             read = parse_number(observation.messages[-1].text) if observation.messages else None
             shown = format_number(sum(terms[: turn + 1], Fraction(0)) if read is None else read)
-        if turn >= len(terms) - 1 or (early and turn > 0):
+        if turn >= len(terms) - 1 or (early and turn == 1):
             return f"Answer: {_miscopied(shown, mistakes) if slips else shown}\n"
         following = terms[turn + 1]
         operator, operand = "-" if following < 0 else "+", format_number(abs(following))
