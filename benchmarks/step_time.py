@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from renma.learning.learner import Learner
-from renma.recipe_checks import updates_per_step
 from renma.recipe_load import load_recipe
 from renma.recipes import find_recipe
 from renma.training.algorithms import resolve
@@ -57,7 +56,7 @@ def measure(name: str, steps: int, overrides: list[str]) -> list[dict[str, float
         output_ids=parts.policy.output_ids,
         temperature=recipe.sampling.temperature,
         compute_dtype=parts.policy.compute_dtype,
-        total_steps=(steps + 1) * updates_per_step(recipe),
+        total_steps=steps + 1,
     )
     timings = Timings()
     asyncio.run(Loop(parts, learner, resolve(recipe.algorithm), timings).run())  # type: ignore[arg-type]

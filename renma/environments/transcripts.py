@@ -12,20 +12,18 @@ The text is that of the plain format: what the plain renderer shows and the plai
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import random
-import threading
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from renma.agents.parsers.plain import PlainParser
 from renma.environments.base import Environment, as_observation
 from renma.environments.demonstrators import Demonstrator
+from renma.event_loop import run_to_end
 from renma.seeding import seed_for
 from renma.types import Observation, Task
 
-T = TypeVar("T")
 _LABELS = {"tool": "Result: ", "user": "Question: ", "system": "", "assistant": ""}
 
 
@@ -66,29 +64,6 @@ def transcripts(
         return texts
 
     return run_to_end(write_all())
-
-
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, also from within a running event loop (a notebook), where it runs in a thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            results.append(asyncio.run(work))
-        except BaseException as error:  # carried over to the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=target, name="transcripts")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def _shown(observation: Observation) -> str:

@@ -123,8 +123,6 @@ class Loop:
         if not self._checked:
             check_mismatch(self.learner, batch.rows, recipe.training.mismatch_tolerance)
             self._checked = True
-        if not any(row.advantages.any() for row in batch.rows):
-            return {"skipped_uniform": 1.0}
         return self.learner.update(
             batch.rows,
             loss=algorithm.loss,

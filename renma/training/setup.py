@@ -15,6 +15,7 @@ from renma.environments.base import Environment
 from renma.environments.demonstrators import Demonstrator
 from renma.environments.transcripts import transcripts
 from renma.errors import DataError, RecipeError
+from renma.event_loop import as_coroutine, run_to_end
 from renma.inference.base import Engine, SamplingParams
 from renma.inference.local import LocalEngine
 from renma.learning.lora import apply_lora
@@ -78,7 +79,7 @@ def assemble(recipe: Recipe, *, policy_folder: Path | None = None) -> Parts:
     tasks = build_tasks(recipe)
     evaluation = build_evaluation(recipe)
     make_environment = environment_maker(recipe)
-    check_alone(make_environment(), recipe)  # a mistake in its options shows now too
+    max_turns = check_environment(make_environment(), recipe)
     rewards = build_rewards(recipe.rewards)
     model = recipe.model
     if policy_folder is not None:
@@ -86,7 +87,7 @@ def assemble(recipe: Recipe, *, policy_folder: Path | None = None) -> Parts:
     policy = load_policy(model, texts=lambda: training_texts(recipe, tasks), seed=seed_for(recipe.seed, "model"))
     if model.lora is not None:
         policy.model = apply_lora(policy.model, model.lora)
-    return assemble_with(recipe, policy, tasks, evaluation, make_environment, rewards)
+    return assemble_with(recipe, policy, tasks, evaluation, make_environment, max_turns, rewards)
 
 
 def assemble_with(
@@ -95,6 +96,7 @@ def assemble_with(
     tasks: TaskSource,
     evaluation: list[EvaluationTasks],
     make_environment: Callable[[], Environment],
+    max_turns: int,
     rewards: Sequence[NamedReward],
 ) -> Parts:
     rollout = recipe.rollout
@@ -124,7 +126,7 @@ def assemble_with(
         runner=runner(recipe.sampling),
         evaluator=runner(measured),
         renderer=renderer,
-        max_turns=rollout.max_turns or make_environment().max_turns,
+        max_turns=max_turns,
     )
 
 
@@ -140,13 +142,20 @@ def check_prompts(recipe: Recipe, tasks: TaskSource, renderer: Any, context: int
         )
 
 
-def check_alone(environment: Environment, recipe: Recipe) -> None:
-    """Raise RecipeError when episodes would run side by side in an environment that does not bear it."""
+def check_environment(environment: Environment, recipe: Recipe) -> int:
+    """The most turns of an episode, from an environment made for this one look and closed again.
+
+    Raises RecipeError when episodes would run side by side in an environment that does not bear it.
+    """
+    closing = environment.close()
+    if closing is not None:
+        run_to_end(as_coroutine(closing))
     if not environment.thread_safe and (recipe.rollout.slots > 1 or recipe.training.staleness):
         raise RecipeError(
             f"environment {recipe.environment.type!r} is not thread-safe: two of its episodes in one process would "
             "disturb each other; set rollout.slots=1 and training.staleness=0, so that one runs at a time"
         )
+    return recipe.rollout.max_turns or environment.max_turns
 
 
 def build_tasks(recipe: Recipe) -> TaskSource:

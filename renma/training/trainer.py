@@ -7,16 +7,16 @@ import shutil
 import signal
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from renma.evaluation.evaluate import EvaluationResult, succeeded
+from renma.event_loop import run_to_end
 from renma.learning.learner import Learner
 from renma.learning.scorer import Scorer
 from renma.models.policy import load_policy, save_policy
 from renma.recipe import LearnerSection, PretrainedModel, Recipe
-from renma.recipe_checks import check_recipe, derived_facts, updates_per_step
+from renma.recipe_checks import check_recipe, derived_facts
 from renma.recipe_load import dump_recipe, load_recipe
 from renma.rollout.store import TrajectoryStore
 from renma.training.algorithms import resolve
@@ -117,7 +117,7 @@ class Trainer:
         recipe = self.recipe
         if checkpoint is None:
             await self._before(parts, records)
-        learner = self._learner(parts, recipe.learner, recipe.training.steps * updates_per_step(recipe))
+        learner = self._learner(parts, recipe.learner, recipe.training.steps)
         reference = self._reference(parts)
         loop = Loop(parts, learner, resolve(recipe.algorithm), records, progression.version, reference)
         if checkpoint is None:
@@ -127,7 +127,7 @@ class Trainer:
             records.saved, records.evaluated = progression.version, progression.evaluated
             await parts.engine.load_weights(loop.version)
             await records.evaluate_when_due(loop.version)
-        self._progress.phase("train", recipe.training.steps)
+        self._progress.phase("train", recipe.training.steps, done=loop.version)
         try:
             await loop.run()
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -223,7 +223,7 @@ def sample_episode(group: Group) -> dict[str, Any]:
 def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
     """asyncio.run, with SIGTERM treated like Ctrl-C: the main task is cancelled and can save.
 
-    Where a loop already runs in this thread (a notebook), the run gets a thread of its own.
+    Where a loop already runs in this thread (a notebook), the run gets a thread of its own (`run_to_end`).
     """
 
     async def guarded() -> None:
@@ -239,16 +239,7 @@ def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
             if in_main:
                 loop.remove_signal_handler(signal.SIGTERM)
 
-    def run() -> None:
-        try:
-            asyncio.run(guarded())
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
-
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        run()
-    else:
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(run).result()
+        run_to_end(guarded())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

@@ -1,4 +1,4 @@
-"""The KL penalty to the starting policy, through a real run and its resumption."""
+"""What reaches the learner through a real run and its resumption: the KL reference, adapters, the schedule."""
 
 from __future__ import annotations
 
@@ -52,3 +52,19 @@ def test_lora_trains_its_adapters_only_and_resumes(tmp_path: Path) -> None:
         return [line["learner/grad_norm"] for line in lines if line["phase"] == "train"]
 
     assert losses(part) == losses(whole)
+
+
+def test_the_schedule_ends_with_the_run_whatever_the_mini_batch(tmp_path: Path) -> None:
+    recipe = {
+        **TINY,
+        "cold_start": None,
+        "evaluation": {},
+        "learner": {"learning_rate": 0.01, "schedule": "linear", "mini_batch": 4},
+        "training": {"steps": 2},
+    }
+    run = Trainer(recipe, output=tmp_path, progress="quiet").fit()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["phase"] == "train"]
+    assert [line["learner/updates"] for line in train] == [4, 4]
+    # The last of 4 optimiser steps of each of 2 training steps: 3/8 and 7/8 of the way are done.
+    assert [line["learner/learning_rate"] for line in train] == pytest.approx([0.01 * 5 / 8, 0.01 / 8])
