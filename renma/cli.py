@@ -27,6 +27,8 @@ class Shown(StrEnum):
 app = typer.Typer(
     name="renma", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
+plan = typer.Typer(no_args_is_help=True, help="Decide something before a run.")
+app.add_typer(plan, name="plan")
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value", show_default=False)]
 Output = Annotated[Path, typer.Option(help="where run folders are made")]
 View = Annotated[Shown, typer.Option("--progress", help="how the run is shown")]
@@ -146,6 +148,35 @@ def rollout(
         tokens=tokens,
         jsonl=jsonl,
     )
+
+
+@plan.command()
+@one_line_errors
+def algorithm(
+    recipe: Annotated[str | None, typer.Argument(help="read what it says; options override it")] = None,
+    horizon: Annotated[int | None, typer.Option(help="the most actions of an episode [10]")] = None,
+    reward: Annotated[str | None, typer.Option(help="sparse, dense, process or preference [sparse]")] = None,
+    verifiable: Annotated[bool | None, typer.Option(help="a program can check the outcome [yes]")] = None,
+    group_size: Annotated[int | None, typer.Option(help="attempts at one task [8]")] = None,
+    model_size: Annotated[str | None, typer.Option(help="parameters, such as 270M or 7B")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of the device, to see whether a critic fits")] = None,
+    tokens: Annotated[int | None, typer.Option(help="the most sampled tokens of an episode")] = None,
+    steps: Annotated[str | None, typer.Option(help="explicit: each action is one whole step [implicit]")] = None,
+    repeated_states: Annotated[bool | None, typer.Option(help="attempts meet in the same states [no]")] = None,
+    staleness: Annotated[int | None, typer.Option(help="the most versions a token may be behind [0]")] = None,
+    moe: Annotated[bool | None, typer.Option(help="a mixture of experts [no]")] = None,
+    teacher: Annotated[bool | None, typer.Option(help="a better policy of the same vocabulary [no]")] = None,
+    success: Annotated[float | None, typer.Option(help="the share that succeeds now, such as 0.3")] = None,
+    demonstrations: Annotated[bool | None, typer.Option(help="it can be shown how it is done [no]")] = None,
+    online: Annotated[bool | None, typer.Option(help="there is an environment to act in [yes]")] = None,
+    families: Annotated[int | None, typer.Option(help="kinds of task in the mix [1]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead")] = False,
+) -> None:
+    """Which algorithm fits: ranked presets with reasons, and the keys to set in a recipe."""
+    given = {name: value for name, value in locals().items() if name not in ("recipe", "as_json")}
+    from renma.advice.command import plan_algorithm
+
+    plan_algorithm(recipe, given, as_json=as_json)
 
 
 @app.command(name="list")

@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from renma.agents import PARSERS, RENDERERS
-from renma.credit import ESTIMATORS
+from renma.credit import ESTIMATORS, SELECTIONS
 from renma.environments import DEMONSTRATORS, ENVIRONMENTS
 from renma.errors import RenmaError
-from renma.learning import LOSSES
+from renma.learning import CORRECTIONS, LOSSES
 from renma.models import MODELS
+from renma.preferences import PREFERENCES
 from renma.recipes import shipped, title
 from renma.registry import Registry, nearest
 from renma.rewards import REWARDS
@@ -39,6 +40,9 @@ KINDS: dict[str, Callable[[], Rows]] = {
     "parsers": lambda: of_registry(PARSERS),
     "estimators": lambda: of_registry(ESTIMATORS),
     "losses": lambda: of_registry(LOSSES),
+    "corrections": lambda: of_registry(CORRECTIONS),
+    "selections": lambda: of_registry(SELECTIONS),
+    "preferences": lambda: of_registry(PREFERENCES),
 }
 
 

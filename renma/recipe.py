@@ -87,6 +87,14 @@ class SamplingSection(Section):
     max_tokens: int = Field(64, ge=1, description="the most tokens of one action")
 
 
+class CrossPolicySection(Section):
+    """Some samples come from older snapshots of the policy, which keeps exploration wide (AgentRL, arXiv 2510.04206)."""
+
+    mode: Literal["step", "mixed"] = Field("step", description="a policy for every action, or for a whole trajectory")
+    stale_share: float = Field(0.25, gt=0, lt=1, description="share of draws that go to the snapshot")
+    refresh_every: int = Field(25, ge=1, description="updates between snapshots")
+
+
 class RolloutSection(Section):
     tasks_per_step: int = Field(16, ge=1, description="groups in a training step")
     group_size: int = Field(8, ge=1, description="trajectories of one task")
@@ -104,6 +112,10 @@ class RolloutSection(Section):
         description="decode only when no episode is busy in its environment, so that batches, and with them the last "
         "bits of a log-probability, do not depend on timing. Turn off for slow environments",
     )
+    cross_policy: CrossPolicySection | None = None
+    record_routing: bool = Field(
+        True, description="a mixture of experts: keep the experts chosen when sampling, and learn with the same"
+    )
 
 
 class AlgorithmSection(Section):
@@ -113,10 +125,17 @@ class AlgorithmSection(Section):
     advantage: Component | None = None
     loss: Component | None = None
     aggregate: Literal["token_mean", "sequence_mean", "step_mean", "constant"] | None = None
+    learns_from: Literal["samples", "demonstrations", "samples_and_demonstrations", "preferences"] | None = None
     old_logprobs: Literal["behaviour", "recompute", "on_policy"] | None = None
-    kl: float | None = Field(None, ge=0, description="coefficient of the k2 penalty to the starting policy")
+    correction: Component | None = Field(None, description="rollout correction; {type: none} takes the preset's away")
+    kl: float | None = Field(None, ge=0, description="coefficient of the pull to the starting policy")
+    kl_form: Literal["k2", "k3_ratio", "k1_reward"] | None = Field(None, description="in the loss, or in the reward")
     entropy: float | None = None
+    select: Component | None = Field(None, description="groups to learn from; {type: none} takes the preset's away")
+    refills: int | None = Field(None, ge=0, description="rounds of fresh tasks in place of groups left out by select")
+    task_normalisation: bool | None = Field(None, description="advantages standardised within each task family")
     mask_truncated: bool | None = None
+    skip_zero: bool | None = Field(None, description="trajectories with advantage 0 get no loss and no normaliser")
 
 
 class LearnerSection(Section):
@@ -135,11 +154,24 @@ class LearnerSection(Section):
     logit_chunk: int = Field(256, ge=1, description="positions whose logits exist at once")
 
 
+class CriticSection(Section):
+    """The value of states, for algorithms whose advantage needs one (ppo, steppo). Others ignore it."""
+
+    trunk: Literal["separate", "shared"] = Field(
+        "separate", description="its own copy of the policy's body, or the same"
+    )
+    learning_rate: float | None = Field(None, gt=0, description="None: 10 times the policy's")
+    clip: float | None = Field(0.2, gt=0, description="how far a value may move from the one credit was given with")
+    warmup_steps: int = Field(0, ge=0, description="training steps in which only the critic learns")
+    coefficient: float = Field(0.5, gt=0, description="weight of its loss in the policy's objective (shared trunk)")
+    detach: bool = Field(False, description="shared trunk: train the head alone")
+
+
 class ColdStartSection(Section):
     """Supervised learning on demonstrations, before the reinforcement learning."""
 
     demonstrator: Component
-    demonstrations: int = Field(512, ge=1)
+    demonstrations: int = Field(512, ge=0, description="0: no cold start; the demonstrator serves sft and sft_rl")
     epochs: int = Field(1, ge=1)
     batch: int = Field(32, ge=1)
     learner: LearnerSection = LearnerSection()
@@ -183,6 +215,9 @@ class Recipe(Section):
     rewards: list[Component] = Field(default_factory=list, description="empty: the environment's own rewards")
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
+    critic: CriticSection = CriticSection()
+    teacher: PretrainedModel | None = Field(None, description="the policy that `distillation` learns from")
+    preferences: Component | None = Field(None, description="recorded pairs, for learns_from: preferences")
     cold_start: ColdStartSection | None = None
     evaluation: EvaluationSection = EvaluationSection()
     training: TrainingSection = TrainingSection()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from renma.agents import PARSERS, RENDERERS
 from renma.environments import DEMONSTRATORS, ENVIRONMENTS
 from renma.errors import RecipeError
+from renma.learning.losses import traits
+from renma.learning.objective import Objective
 from renma.parts import checked_options
+from renma.preferences import PREFERENCES
 from renma.recipe import Recipe
 from renma.rewards.base import build_rewards
 from renma.tasks import TASKS
-from renma.training.algorithms import resolve
+from renma.training.algorithms import Algorithm, resolve
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -26,6 +29,8 @@ def check_recipe(recipe: Recipe) -> None:
         raise RecipeError(f"evaluation.sets: names must differ, got {names}")
     if recipe.cold_start is not None:
         checked_options(DEMONSTRATORS, recipe.cold_start.demonstrator, "cold_start.demonstrator")
+    if recipe.preferences is not None:
+        checked_options(PREFERENCES, recipe.preferences, "preferences", {"renderer", "tokenizer"})
     if recipe.training.steps:
         _check_training(recipe)
 
@@ -51,10 +56,54 @@ def _check_training(recipe: Recipe) -> None:
         raise RecipeError(
             f"{total} trajectories per step; mini_batch {learner.mini_batch} does not divide {total}; use {divisors}"
         )
-    if recipe.training.staleness and algorithm.old_logprobs != "behaviour":
+    _check_ratio(recipe, algorithm)
+    _check_experience(recipe, algorithm)
+
+
+def _check_ratio(recipe: Recipe, algorithm: Algorithm) -> None:
+    """Old samples need a ratio, or a correction, that sees their age."""
+    objective = Objective(
+        algorithm.loss,
+        algorithm.aggregate,
+        old_logprobs=algorithm.old_logprobs,
+        correction=algorithm.correction,
+    )
+    cross = recipe.rollout.cross_policy
+    try:
+        objective.check(staleness=max(recipe.training.staleness, cross.refresh_every if cross else 0))
+    except RecipeError as error:
+        raise RecipeError(f"algorithm: {error}") from None
+    if algorithm.old_logprobs == "on_policy" and updates_per_step(recipe) > 1:
         raise RecipeError(
-            f"training.staleness={recipe.training.staleness} with algorithm.old_logprobs={algorithm.old_logprobs!r}: "
-            "the ratio would not see that the sampler was older; use old_logprobs: behaviour"
+            f"algorithm.old_logprobs=on_policy is for one optimiser step a batch, and there are "
+            f"{updates_per_step(recipe)}; leave learner.mini_batch out and learner.epochs at 1"
+        )
+
+
+def _check_experience(recipe: Recipe, algorithm: Algorithm) -> None:
+    """What the algorithm learns from must be there."""
+    demonstrations = algorithm.learns_from in ("demonstrations", "samples_and_demonstrations")
+    if demonstrations and recipe.cold_start is None:
+        raise RecipeError(
+            f"algorithm {algorithm.name} learns from demonstrations and the recipe has no demonstrator; "
+            "add cold_start.demonstrator (cold_start.demonstrations may be 0: no cold start)"
+        )
+    if (algorithm.learns_from == "preferences") != (recipe.preferences is not None):
+        raise RecipeError(
+            "recorded preferences need both the section `preferences` and algorithm.learns_from: preferences; "
+            f"this recipe has learns_from: {algorithm.learns_from} and "
+            f"{'no' if recipe.preferences is None else 'a'} preferences section"
+        )
+    if "teacher" in algorithm.needs and recipe.teacher is None:
+        raise RecipeError(f"algorithm {algorithm.name} needs a teacher; add teacher: {{source: …}} to the recipe")
+    if algorithm.refills and recipe.training.staleness:
+        raise RecipeError(
+            f"algorithm.refills={algorithm.refills} with training.staleness={recipe.training.staleness}: which tasks "
+            "refill a batch would depend on timing; set one of them to 0"
+        )
+    if algorithm.learns_from == "samples_and_demonstrations" and not traits(algorithm.loss).takes_demonstrations:
+        raise RecipeError(
+            "learns_from: samples_and_demonstrations needs a loss for both; use loss: {type: hybrid} or preset sft_rl"
         )
 
 

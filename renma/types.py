@@ -35,6 +35,7 @@ SampleStop = Literal["stop", "length", "aborted"]
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Routing = NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,9 @@ class Step:
     prompt_ids [P] int32: exactly what the policy saw. action_ids [A] int32: exactly what it sampled, the stop token
     included when it was sampled. logprobs [A] float32: log softmax(logits / temperature) at each sampled id.
     versions [A] int32: the policy version that sampled each token.
+    routing [P + A, layers, k] int16: the experts a mixture-of-experts policy chose at each position when it sampled
+    (-1 at the last, whose choice nothing depended on); None for a dense policy or when they are not recorded.
+    state_key: equal for equal states, read before the action (anchor states); None where the environment has none.
     """
 
     prompt_ids: Ids
@@ -136,6 +140,7 @@ class Step:
     agent: str = "agent"
     policy: str = "policy"
     state_key: str | None = None
+    routing: Routing | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,7 +154,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One attempt at a task. `rewards` holds the weighted outcome components; `ret` adds every step's reward."""
+    """One attempt at a task. `rewards` holds the weighted outcome components; `ret` adds every step's reward.
+
+    next_prompt_ids [P] int32: what the policy would have seen next, where a limit cut the episode (status
+    "truncated"): a critic's value there stands for the rewards that did not come. None where there is no such prompt.
+    """
 
     task: Task
     member: int
@@ -161,6 +170,7 @@ class Trajectory:
     seed: int = 0
     error: str | None = None
     attempts: int = 1
+    next_prompt_ids: Ids | None = None
     seconds: float = 0.0
     reward_seconds: float = 0.0
 

@@ -133,7 +133,41 @@ def test_case_9_2_rollouts_can_be_seen_and_exported(run: Path) -> None:
     assert code == 0 and "observed" in output and "logprob" in output
 
 
-@pytest.mark.parametrize("kind", ["environments", "algorithms", "recipes", "models", "tasks", "rewards", "losses"])
+def test_plan_algorithm() -> None:
+    code, output = renma("plan", "algorithm", "--horizon", "30", "--reward", "sparse", "--verifiable")
+    assert code == 0, output
+    assert output.index("ppo") < output.index("steppo")
+    assert "preset: ppo" in output
+    code, output = renma("plan", "algorithm", "quickstart", "--steps", "explicit", "--json")
+    data = json.loads(output)
+    assert data["situation"]["horizon"] == 6 and data["candidates"][0]["preset"] == "steppo"
+    assert data["keys"]["algorithm"]["preset"] == "steppo"
+    assert {reason["input"] for reason in data["candidates"][0]["reasons"]} == {"steps"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward", "dens"], "did you mean 'dense'"),
+        (["--horizon", "0"], "--horizon 0"),
+        (["--model-size", "big"], "--model-size 'big'"),
+        (["--no-online"], "no algorithm fits"),
+        (["quickstrat"], "did you mean 'quickstart'"),
+    ],
+)
+def test_plan_algorithm_of_what_cannot_be(options: list[str], message: str) -> None:
+    code, output = renma("plan", "algorithm", *options)
+    assert code == 2
+    assert message in one_line(output)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "environments", "algorithms", "recipes", "models", "tasks", "rewards", "estimators", "losses", "corrections",
+        "selections", "preferences",
+    ],
+)  # fmt: skip
 def test_list(kind: str) -> None:
     code, output = renma("list", kind)
     assert code == 0

@@ -80,10 +80,7 @@ class LanguageAgent:
         Raises ContextFull, before anything is sent, when the prompt and one token would not fit the context.
         """
         new = observation.messages
-        if self._turn == 0:
-            prompt = self._renderer.start(new, self._tools)
-        else:
-            prompt = self._renderer.extend(self._messages, self._prompt, self._action, new, self._tools)
+        prompt = self.next_prompt(observation)
         room = self._context - len(prompt)
         if room < 1:
             raise ContextFull(
@@ -104,6 +101,12 @@ class LanguageAgent:
         self._action = [int(token) for token in sample.ids]
         self._turn += 1
         return Turn(np.asarray(prompt, dtype=np.int32), sample, action)
+
+    def next_prompt(self, observation: Observation) -> list[int]:
+        """The ids that `act` would send for this observation, whether they fit the context or not; nothing changes."""
+        if self._turn == 0:
+            return self._renderer.start(observation.messages, self._tools)
+        return self._renderer.extend(self._messages, self._prompt, self._action, observation.messages, self._tools)
 
     def _read(self, sample: Sample) -> Action:
         """The sampled ids as an Action: parsed without the token that ended it, calls numbered, raw text whole."""

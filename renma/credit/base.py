@@ -5,10 +5,11 @@ Statistics are over trajectories, one float64 value each, whatever their lengths
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,86 @@ from numpy.typing import NDArray
 from renma.errors import RecipeError, RunError
 from renma.types import Floats, Group, Trajectory
 
-Estimator = Callable[[Sequence[Group]], list[list[Floats]]]
-"""groups -> for each group, for each of its `trainable` trajectories in order, [n] float32: the advantage of each of
-the trajectory's n sampled tokens, all steps concatenated. An estimator may carry `name` and `min_group_size`."""
-
 Values = NDArray[np.float64]
+PerToken = list[list[Floats]]
+"""For each group, for each of its `trainable` trajectories in order, [n] float32: one number for each of the
+trajectory's n sampled tokens, all steps concatenated."""
+
+Need = Literal["values", "greedy", "teacher"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What an estimator may look at besides the groups; the loop provides what the estimator's `needs` names.
+
+    values: the critic's value of the state before each sampled token; a step's value is that before its first token.
+    final: for each group, for each trainable trajectory, the value after its last step: 0 where the episode
+    terminated, the critic's at `next_prompt_ids` where a limit cut it.
+    greedy: for each group the return of a greedy trajectory of its task.
+    teacher: a teacher's log-probability of each sampled token.
+    penalties: a reward for each sampled token besides the environment's (the KL to a reference, negative); None: none.
+    """
+
+    values: PerToken | None = None
+    final: list[list[float]] | None = None
+    greedy: Sequence[float] | None = None
+    teacher: PerToken | None = None
+    penalties: PerToken | None = None
+
+    def of(self, numbers: Sequence[int]) -> Evidence:
+        """The evidence for some of the groups, by their numbers."""
+
+        def some(given: Sequence[Any] | None) -> list[Any] | None:
+            return None if given is None else [given[number] for number in numbers]
+
+        return Evidence(
+            some(self.values), some(self.final), some(self.greedy), some(self.teacher), some(self.penalties)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """advantages: one a sampled token. targets: what the critic's values should have been (NaN where a token has no
+    target of its own), None where the estimator needs no critic. metrics: flat numbers about them."""
+
+    advantages: PerToken
+    targets: PerToken | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Estimator(Protocol):
+    """groups, evidence -> Credit. A plain function of the groups that returns the advantages is one too (`credit`).
+
+    It may carry `name`; `min_group_size`, the fewest members it can compare (1); `needs`, a tuple of `Need`s: what
+    it must find in the evidence (none).
+    """
+
+    def __call__(self, groups: Sequence[Group], evidence: Evidence = ..., /) -> Credit: ...
+
+
+def credit(estimator: Callable[..., Any], groups: Sequence[Group], evidence: Evidence | None = None) -> Credit:
+    """The estimator's credit for the groups. Raises RunError when it does not give one number a sampled token."""
+    given = evidence or Evidence()
+    found = estimator(groups, given) if takes_evidence(estimator) else estimator(groups)
+    result = found if isinstance(found, Credit) else Credit(found)
+    sizes = [[t.sampled_tokens for t in group.trainable] for group in groups]
+    if [[len(values) for values in group] for group in result.advantages] != sizes:
+        raise RunError(
+            f"advantage estimator {getattr(estimator, 'name', estimator)!r} must give, for each group, one array for "
+            "each trainable trajectory with one number for each of its sampled tokens"
+        )
+    return result
+
+
+def takes_evidence(estimator: Callable[..., Any]) -> bool:
+    """Whether the estimator has a second place for what lies beside the groups."""
+    places = [
+        p
+        for p in inspect.signature(estimator).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    return len(places) > 1 or any(p.kind is p.VAR_POSITIONAL for p in places)
+
 
 UNIFORM = 1e-6  # a std below UNIFORM * max(1, |mean|) is rounding, not a difference between members
 LARGEST_RETURN = 1e30  # squares stay finite in float64 and advantages in float32
@@ -43,12 +119,22 @@ def moments(values: Values) -> Moments:
     return Moments(mean, math.sqrt(math.fsum((values - mean) ** 2) / len(values)))
 
 
-def returns_of(group: Group) -> Values:
-    """[n] the returns of the group's trainable trajectories.
+def returns_of(group: Group, penalties: Sequence[Floats] | None = None) -> Values:
+    """[n] the returns of the group's trainable trajectories; with `penalties` (the group's part of
+    `Evidence.penalties`) the sum of each one's tokens is added.
 
     Raises RunError when one is not a finite number of reasonable size: a reward that went wrong must not be averaged.
     """
-    return np.array([_checked(t.ret, t) for t in group.trainable], dtype=np.float64)
+    if penalties is None:
+        return np.array([_checked(t.ret, t) for t in group.trainable], dtype=np.float64)
+    sums = [float(each.sum(dtype=np.float64)) for each in penalties]
+    return np.array([_checked(t.ret + own, t) for t, own in zip(group.trainable, sums, strict=True)], dtype=np.float64)
+
+
+def returns_in(groups: Sequence[Group], evidence: Evidence) -> list[Values]:
+    """For each group `returns_of`, the evidence's penalties counted in."""
+    penalties = evidence.penalties if evidence.penalties is not None else [None] * len(groups)
+    return [returns_of(group, own) for group, own in zip(groups, penalties, strict=True)]
 
 
 def _checked(value: float, trajectory: Trajectory) -> float:
@@ -80,17 +166,20 @@ class TrajectoryEstimator:
 
     name: str = "estimator"
     min_group_size: int = 1
+    needs: tuple[Need, ...] = ()
 
-    def values(self, groups: Sequence[Group]) -> list[Values]:
-        """For each group, [n] the advantage of each trainable trajectory. Groups here have at least the minimum."""
-        raise TypeError(f"{type(self).__name__} has no values(groups): give one that returns an array per group")
+    def values(self, groups: Sequence[Group], evidence: Evidence) -> list[Values]:
+        """For each group, [n] the advantage of each trainable trajectory. Groups here have at least the minimum;
+        evidence is theirs."""
+        raise TypeError(f"{type(self).__name__} has no values(groups, evidence): give one array per group")
 
-    def __call__(self, groups: Sequence[Group]) -> list[list[Floats]]:
+    def __call__(self, groups: Sequence[Group], evidence: Evidence = Evidence()) -> Credit:
         for group in groups:
             require_group(group, self.min_group_size, self.name)
-        usable, _ = usable_groups(groups, self.min_group_size)
-        values = {id(group): value for group, value in zip(usable, self.values(usable), strict=True)}
-        return [spread(group, values.get(id(group), np.zeros(len(group.trainable)))) for group in groups]
+        usable = [n for n, group in enumerate(groups) if len(group.trainable) >= max(1, self.min_group_size)]
+        found = self.values([groups[n] for n in usable], evidence.of(usable))
+        values = dict(zip(usable, found, strict=True))
+        return Credit([spread(group, values.get(n, np.zeros(len(group.trainable)))) for n, group in enumerate(groups)])
 
 
 def spread(group: Group, values: Values) -> list[Floats]:
@@ -151,11 +240,13 @@ def components_of(group: Group) -> dict[str, Values]:
     for row, trajectory in enumerate(trajectories):
         for name, value in trajectory.rewards.items():
             table.setdefault(name, np.full(len(trajectories), np.nan))[row] = _checked(float(value), trajectory)
+    added: dict[str, list[float]] = {}
     for row, trajectory in enumerate(trajectories):
         for step in trajectory.steps:
             for name, value in step.reward.items():
-                column = table[name] = np.nan_to_num(table.get(name, np.zeros(len(trajectories))))
-                column[row] += _checked(float(value), trajectory)
+                added.setdefault(name, [0.0] * len(trajectories))[row] += _checked(float(value), trajectory)
+    for name, sums in added.items():
+        table[name] = np.nan_to_num(table.get(name, np.zeros(len(trajectories)))) + np.array(sums)
     return dict(sorted(table.items()))
 
 

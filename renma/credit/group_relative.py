@@ -20,7 +20,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from renma.credit.base import Moments, TrajectoryEstimator, Values, components_of, moments, returns_of
+from renma.credit.base import (
+    Evidence,
+    Moments,
+    TrajectoryEstimator,
+    Values,
+    components_of,
+    moments,
+    returns_in,
+)
 from renma.types import Group
 
 EPSILON = 1e-6
@@ -35,8 +43,8 @@ class GroupRelative(TrajectoryEstimator):
     min_group_size: int = 2
     std: bool = True
 
-    def values(self, groups: Sequence[Group]) -> list[Values]:
-        return [standardised(returns_of(group), self.std) for group in groups]
+    def values(self, groups: Sequence[Group], evidence: Evidence) -> list[Values]:
+        return [standardised(returns, self.std) for returns in returns_in(groups, evidence)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +59,8 @@ class LeaveOneOut(TrajectoryEstimator):
     min_group_size: int = 2
     normalise: bool = False
 
-    def values(self, groups: Sequence[Group]) -> list[Values]:
-        return [self._group(returns_of(group)) for group in groups]
+    def values(self, groups: Sequence[Group], evidence: Evidence) -> list[Values]:
+        return [self._group(returns) for returns in returns_in(groups, evidence)]
 
     def _group(self, returns: Values) -> Values:
         own = moments(returns)
@@ -78,7 +86,8 @@ class PerComponent(TrajectoryEstimator):
     """Each reward component standardised in its group, then summed with weights: mixes of equal sum stay apart.
 
     A component that a member lacks (the reward abstained) is 0 for that member's sum and enters no statistic; a
-    component that fewer than two members have is left out.
+    component that fewer than two members have is left out. Penalties (`Evidence.penalties`) are compared at their own
+    scale, group mean off: dividing by their std would undo the coefficient they came with.
     """
 
     name: str = "per_component"
@@ -86,8 +95,12 @@ class PerComponent(TrajectoryEstimator):
     weights: Mapping[str, float] = field(default_factory=dict)
     std: bool = True
 
-    def values(self, groups: Sequence[Group]) -> list[Values]:
-        return [self._group(components_of(group), len(group.trainable)) for group in groups]
+    def values(self, groups: Sequence[Group], evidence: Evidence) -> list[Values]:
+        totals = [self._group(components_of(group), len(group.trainable)) for group in groups]
+        if evidence.penalties is None:
+            return totals
+        sums = [np.array([each.sum(dtype=np.float64) for each in group]) for group in evidence.penalties]
+        return [total + standardised(own, std=False) for total, own in zip(totals, sums, strict=True)]
 
     def _group(self, columns: Mapping[str, Values], size: int) -> Values:
         total = np.zeros(size)

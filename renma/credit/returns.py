@@ -1,4 +1,14 @@
-"""REINFORCE: the return itself is the advantage (Williams 1992), optionally minus the batch's mean."""
+"""REINFORCE and its baselines that need no group: the return itself is the advantage.
+
+| name | advantage | source |
+|---|---|---|
+| reinforce | R, or R - mean over the batch | Williams 1992 |
+| remax | R - R(greedy trajectory of the same task) | Li et al. 2024 (ReMax, arXiv 2310.10505), equation 5 |
+| reinforce_pp | returns-to-go of the tokens, whitened over all | Hu 2025 (REINFORCE++, arXiv 2501.03262) |
+
+There is no running mean over batches: it would be state that a resumed run has to restore; `batch_mean` and the
+group-relative estimators need none.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +18,13 @@ from typing import Literal
 
 import numpy as np
 
-from renma.credit.base import TrajectoryEstimator, Values, moments, returns_of
+from renma.credit.base import Evidence, Need, TrajectoryEstimator, Values, moments, returns_in
+from renma.credit.checks import discount
+from renma.credit.group_relative import standardised
+from renma.credit.layout import FlatCredit, Layout, TokenEstimator
+from renma.credit.recursions import discounted
+from renma.credit.whitening import large_moments, whitened
+from renma.errors import RecipeError, RunError
 from renma.types import Group
 
 
@@ -19,8 +35,8 @@ class Return(TrajectoryEstimator):
     name: str = "reinforce"
     baseline: Literal["none", "batch_mean"] = "none"
 
-    def values(self, groups: Sequence[Group]) -> list[Values]:
-        returns = [returns_of(group) for group in groups]
+    def values(self, groups: Sequence[Group], evidence: Evidence) -> list[Values]:
+        returns = returns_in(groups, evidence)
         if self.baseline == "none" or not returns:
             return returns
         batch = moments(np.concatenate(returns))
@@ -29,9 +45,63 @@ class Return(TrajectoryEstimator):
         return [values - batch.mean for values in returns]
 
 
+@dataclass(frozen=True, slots=True)
+class OverGreedy(TrajectoryEstimator):
+    """R minus the return of a greedy trajectory of the same task (`Evidence.greedy`)."""
+
+    name: str = "remax"
+    needs: tuple[Need, ...] = ("greedy",)
+
+    def values(self, groups: Sequence[Group], evidence: Evidence) -> list[Values]:
+        if evidence.greedy is None:
+            raise RunError("advantage estimator remax: no greedy returns were given; roll out one greedily per task")
+        returns = returns_in(groups, evidence)
+        for group, greedy in zip(groups, evidence.greedy, strict=True):
+            if not np.isfinite(greedy):
+                raise RunError(f"advantage estimator remax: task {group.task.id!r} has the greedy return {greedy}")
+        return [own - greedy for own, greedy in zip(returns, evidence.greedy, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class WhitenedReturns(TokenEstimator):
+    """Token returns, or the trajectory's return minus its group's mean, whitened over all sampled tokens."""
+
+    name: str = "reinforce_pp"
+    gamma: float = 1.0
+    baseline: Literal["none", "group_mean"] = "none"
+
+    def flat(self, layout: Layout, evidence: Evidence) -> FlatCredit:
+        if self.baseline == "none":
+            values = discounted(layout.token_rewards, self.gamma, layout.lengths)
+        else:
+            groups = [standardised(own, std=False) for own in returns_in(layout.groups, evidence)]
+            values = np.repeat(np.concatenate(groups) if groups else np.zeros(0), layout.lengths)
+        spread = {"advantage_std": large_moments(values).std} if len(values) else {}
+        return FlatCredit(whitened(values), metrics=spread)
+
+
 def reinforce(baseline: Literal["none", "batch_mean"] = "none") -> Return:
     """The plain return; `batch_mean` takes the mean over the batch's trajectories off it.
 
     The mean contains the trajectory itself, which shrinks its advantage by 1 part in the number of trajectories.
     """
     return Return(baseline=baseline)
+
+
+def remax() -> OverGreedy:
+    """The return minus that of a greedy trajectory of the same task; its penalties, if any, are not the greedy's."""
+    return OverGreedy()
+
+
+def reinforce_pp(gamma: float = 1.0, baseline: Literal["none", "group_mean"] = "none") -> WhitenedReturns:
+    """REINFORCE++: returns-to-go of the sampled tokens, whitened over the batch; `group_mean` takes the group's off.
+
+    gamma discounts per sampled token, never over observations. With `group_mean` every token of a trajectory has its
+    undiscounted return minus the group's mean, so gamma must stay 1 and a group needs two members.
+    """
+    discount("reinforce_pp", gamma=gamma)
+    if baseline == "none":
+        return WhitenedReturns(gamma=gamma)
+    if gamma != 1:
+        raise RecipeError("advantage reinforce_pp: baseline group_mean compares whole returns; leave gamma at 1")
+    return WhitenedReturns(min_group_size=2, baseline=baseline)

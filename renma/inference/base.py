@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from renma.types import Floats, Ids, SampleStop
+from renma.types import Floats, Ids, Routing, SampleStop
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """ids [A] int32, logprobs [A] float32, versions [A] int32 (the weights' version that sampled each token)."""
+    """ids [A] int32, logprobs [A] float32, versions [A] int32 (the weights' version that sampled each token).
+
+    routing [P + A, layers, k] int16: the experts chosen at each position, the prompt's included; -1 where none was,
+    which the last sampled token never needs. None for a dense policy, or where the engine does not record it.
+    """
 
     ids: Ids
     logprobs: Floats
     versions: Ids
     stop_reason: SampleStop
+    routing: Routing | None = None
 
 
 class Engine(Protocol):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from renma.errors import RecipeError
+from renma.learning.units import units
 from renma.registry import nearest
 
 Aggregate = Literal["token_mean", "sequence_mean", "step_mean", "constant"]
@@ -23,11 +24,13 @@ def weights(
     step: NDArray[Any],
     *,
     constant_length: float = 1.0,
+    keep: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.float64]:
     """The weight [n] of each trained token of one optimiser step.
 
     trajectory, step [n]: the trajectory of each token and the step within it. A trajectory counts once, whatever the
-    number of its rows; tokens that are not trained are not given here and are in no normaliser.
+    number of its rows; tokens that are not trained are not given here and are in no normaliser. keep [n]: a token that
+    is not kept (a correction rejected it) weighs 0 and is in no normaliser either; None: all are kept.
 
     token_mean: 1/n. sequence_mean: the mean over trajectories of the mean over a trajectory's tokens. step_mean: the
     mean over steps of the mean over a step's tokens. constant: 1/(B * constant_length), B the number of trajectories
@@ -39,18 +42,19 @@ def weights(
     known = get_args(Aggregate)
     if aggregate not in known:
         raise RecipeError(f"unknown aggregate {aggregate!r}: {nearest(aggregate, list(known))}")
+    if aggregate == "constant" and constant_length <= 0:
+        raise RecipeError(f"aggregate 'constant' divides by a fixed length above 0; got {constant_length}")
+    if keep is not None and not keep.all():
+        result = np.zeros(len(trajectory))
+        result[keep] = weights(aggregate, trajectory[keep], step[keep], constant_length=constant_length)
+        return result
     count = len(trajectory)
     if count == 0:
         return np.zeros(0)
     if aggregate == "token_mean":
         return np.full(count, 1.0 / count)
+    unit, number = units("step" if aggregate == "step_mean" else "sequence", trajectory, step)
     if aggregate == "constant":
-        if constant_length <= 0:
-            raise RecipeError(f"aggregate 'constant' divides by a fixed length above 0; got {constant_length}")
-        return np.full(count, 1.0 / (len(np.unique(trajectory)) * constant_length))
-    keys = trajectory.astype(np.int64)
-    if aggregate == "step_mean":
-        keys = keys * (int(step.max()) + 1) + step
-    _, unit, sizes = np.unique(keys, return_inverse=True, return_counts=True)
-    result: NDArray[np.float64] = 1.0 / (len(sizes) * sizes[unit])
-    return result
+        return np.full(count, 1.0 / (number * constant_length))
+    per_unit = 1.0 / (number * np.bincount(unit, minlength=number))
+    return per_unit[unit]

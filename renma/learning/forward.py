@@ -6,6 +6,7 @@ given model is one, instead of a list of architectures that would go stale.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from renma.errors import DataError, ModelError
+from renma.learning.attention_sink import SINKS, sinks_in
 from renma.learning.logprobs import LogitRule, token_logprobs
 from renma.learning.optimizer import float32_home
 from renma.learning.rows import Row
 from renma.learning.tree import Pack, PackCost, pack
+from renma.models.experts import Routers
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Of dense attention's arithmetic against a plain matrix product, and of the time one layer's operations take to launch,
@@ -25,14 +28,121 @@ ATTENTION_EFFICIENCY = 0.65
 LAUNCH_FLOPS = {"cpu": 2e8, "cuda": 1e12}
 
 
-class TreeModel:
+class TreeTrunk:
+    """The inner model alone: from packs to the hidden states that predict something.
+
+    inner: what a causal model's `get_decoder()` gives. config: its text configuration. name: how errors call the model.
+    Call `begin` before the packs of one optimiser step and `finish` after: the embedding gets its gradient there, once,
+    not once a pack. Raises ModelError for layers or an attention that cannot take a tree mask.
+    """
+
+    replays_routing = False  # whether a pack's routing is imposed; else every node routes itself
+    _embedded: list[tuple[Tensor, Tensor]]  # ids and embeddings of each pack, the latter a leaf
+
+    def __init__(self, inner: Any, config: Any, name: str) -> None:
+        self.inner, self.config = inner, config
+        self.embedding: Any = inner.get_input_embeddings()
+        self.device: torch.device = self.embedding.weight.device
+        self.vocabulary = len(self.embedding.weight)
+        self.kinds, self.window = _attention_kinds(name, config)
+        self.cost = pack_cost(inner, config, self.device)
+        # GPT-OSS's own attention keeps several [heads, N, N] tensors a layer for the backward; ours keeps none.
+        self._sinks = config.model_type == "gpt_oss" and config._attn_implementation == "eager"
+        self._forget()
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._forget()
+
+    def finish(self) -> None:
+        """Give the embedding the gradient that the packs since `begin` have gathered for it."""
+        if self._embedded:
+            # Equal tokens have equal embeddings: their gradients are added first, in float32 at least.
+            ids, place = torch.unique(torch.cat([ids for ids, _ in self._embedded]), return_inverse=True)
+            first = self._embedded[0][1]
+            exact = torch.promote_types(first.dtype, torch.float32)
+            total = torch.zeros(len(ids), first.shape[-1], dtype=exact, device=self.device)
+            total.index_add_(0, place, torch.cat([_gradient(leaf) for _, leaf in self._embedded]).to(exact))
+            with torch.enable_grad():
+                output = self.embedding(ids[None])
+            output.backward(total[None].to(output.dtype))
+        self._forget()
+
+    def hidden(self, tree: Pack) -> Tensor:
+        """[M, H] the hidden states of the pack's predictors, in their order."""
+        predictors = torch.from_numpy(tree.predictors).to(self.device)
+        return self._hidden(tree).index_select(0, predictors)
+
+    def packs(self, rows: list[Row], max_positions: int) -> list[Pack]:
+        """The rows as packs of the size that is fastest for this model. Raises DataError for an unknown token id."""
+        for row in rows:
+            if len(row.ids) and not 0 <= int(row.ids.min()) <= int(row.ids.max()) < self.vocabulary:
+                raise DataError(
+                    f"row of trajectory {row.trajectory}: a token id is outside the model's {self.vocabulary} tokens; "
+                    "use the tokenizer that belongs to the model"
+                )
+        return pack(rows, max_positions, self.cost)
+
+    def _forget(self) -> None:
+        self._embedded = []
+
+    def _hidden(self, tree: Pack) -> Tensor:
+        ids = torch.from_numpy(tree.ids).to(self.device)
+        with torch.no_grad():
+            embedded = self.embedding(ids[None])
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.embedding.parameters()):
+            embedded.requires_grad_()
+            self._embedded.append((ids, embedded))
+        with self._routed(tree), sinks_in(self.config) if self._sinks else nullcontext():
+            output = self.inner(
+                inputs_embeds=embedded,
+                attention_mask=self._masks(tree, embedded.dtype),
+                position_ids=torch.from_numpy(tree.position_ids).to(self.device)[None],
+                use_cache=False,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _routed(self, tree: Pack) -> AbstractContextManager[None]:
+        """Where the pack's recorded routing holds."""
+        if tree.routing is None or not self.replays_routing:
+            return nullcontext()
+        routers = Routers.of(self.inner)
+        if routers is None:
+            raise ModelError(
+                f"{_kind(self.inner)} has no experts, and the trajectories were sampled with some: "
+                "train the model that was sampled from, or leave Step.routing out"
+            )
+        return routers.imposing(torch.from_numpy(tree.routing).to(self.device))
+
+    def _masks(self, tree: Pack, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Additive masks [1, 1, N, N]: eager attention needs them; SDPA would make them in each layer anew."""
+        seen = torch.from_numpy(tree.mask()).to(self.device)
+        depth = torch.from_numpy(tree.position_ids).to(self.device)
+        masks: dict[str, Tensor] = {}
+        for kind in self.kinds:
+            near = seen
+            if kind == SLIDING and self.window is not None and int(tree.position_ids.max()) >= self.window:
+                near = seen & (depth[:, None] - depth[None, :] < self.window)
+            elif masks:  # short rows: the window hides nothing
+                masks[kind] = next(iter(masks.values()))
+                continue
+            masks[kind] = torch.zeros(near.shape, dtype=dtype, device=self.device).masked_fill_(~near, -torch.inf)[
+                None, None
+            ]
+        return masks if len(masks) > 1 else masks[self.kinds[0]]
+
+
+class TreeModel(TreeTrunk):
     """A causal model seen as inner model + output head, for packs.
 
     output_ids: sorted ids the policy can emit; None: all. Call `begin` before the packs of one optimiser step and
     `finish` after: the embedding and the gathered rows of the head get their gradients there, once, not once a pack.
+    A mixture of experts sends a token where it went when it was sampled (`replays_routing`; for a model that is not
+    the one that was sampled from, a reference, set it to False).
     """
 
-    _embedded: list[tuple[Tensor, Tensor]]  # ids and embeddings of each pack, the latter a leaf
+    replays_routing = True
     _homes: list[tuple[Tensor, Tensor]]  # the head's parameters and where the gradients of their gathered rows are
     _rows: Tensor | None
     _bias: Tensor | None
@@ -47,14 +157,13 @@ class TreeModel:
     ) -> None:
         causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.causal = causal
-        self.inner: Any = causal.get_decoder()
-        self.config: Any = causal.config.get_text_config()
-        self.embedding: nn.Module = self.inner.get_input_embeddings()
-        head = causal.get_output_embeddings()
-        if self.inner is causal or not isinstance(head, nn.Linear):
+        inner, head = causal.get_decoder(), causal.get_output_embeddings()
+        if inner is causal or not isinstance(head, nn.Linear):
             raise ModelError(f"{_kind(causal)}: the learner needs an inner model and a plain linear output head")
+        super().__init__(inner, causal.config.get_text_config(), _kind(causal))
         self.head = head
         self.device = head.weight.device
+        self.vocabulary = len(head.weight)
         self.chunk = logit_chunk
         self.rule = LogitRule(
             temperature=temperature or 1.0,  # greedy samples record log-probabilities at temperature 1
@@ -67,9 +176,6 @@ class TreeModel:
         if self.output_ids is not None:
             self.local_ids = torch.full((len(head.weight),), -1, device=self.device)
             self.local_ids[self.output_ids] = torch.arange(len(self.output_ids), device=self.device)
-        self.kinds, self.window = _attention_kinds(causal, self.config)
-        self.cost = pack_cost(self.inner, self.config, self.device)
-        self._forget()
 
     # The parts of one optimiser step
 
@@ -93,83 +199,26 @@ class TreeModel:
         for whole, home in self._homes:
             if home.grad is not None and self.output_ids is not None:
                 whole.index_select(0, self.output_ids).backward(home.grad.to(whole.dtype))
-        if self._embedded:
-            # Equal tokens have equal embeddings: their gradients are added first, in float32 at least.
-            ids, place = torch.unique(torch.cat([ids for ids, _ in self._embedded]), return_inverse=True)
-            first = self._embedded[0][1]
-            exact = torch.promote_types(first.dtype, torch.float32)
-            total = torch.zeros(len(ids), first.shape[-1], dtype=exact, device=self.device)
-            total.index_add_(0, place, torch.cat([_gradient(leaf) for _, leaf in self._embedded]).to(exact))
-            with torch.enable_grad():
-                output = self.embedding(ids[None])
-            output.backward(total[None].to(output.dtype))
-        self._forget()
+        super().finish()
 
     def logprobs(self, tree: Pack) -> tuple[Tensor, Tensor]:
         """log pi [n] of the pack's tokens, in its order, and the entropy [n] of the distribution each came from."""
+        return self.score(tree, self.hidden(tree))
+
+    def score(self, tree: Pack, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As `logprobs`, from the hidden states [M, H] of the predictors (`hidden`)."""
         if self._rows is None:
             raise RuntimeError("call begin() before the first pack")
-        hidden = self._hidden(tree)
-        predictors = torch.from_numpy(tree.predictors).to(self.device)
         place = torch.from_numpy(tree.token_predictor).to(self.device)
         logp, entropy = token_logprobs(
-            hidden.index_select(0, predictors),
-            self._rows,
-            self._targets(tree),
-            place,
-            bias=self._bias,
-            rule=self.rule,
-            chunk=self.chunk,
+            hidden, self._rows, self._targets(tree), place, bias=self._bias, rule=self.rule, chunk=self.chunk
         )
         return logp, entropy[place]
 
-    def packs(self, rows: list[Row], max_positions: int) -> list[Pack]:
-        """The rows as packs of the size that is fastest for this model. Raises DataError for an unknown token id."""
-        vocabulary = len(self.head.weight)
-        for row in rows:
-            if len(row.ids) and not 0 <= int(row.ids.min()) <= int(row.ids.max()) < vocabulary:
-                raise DataError(
-                    f"row of trajectory {row.trajectory}: a token id is outside the model's {vocabulary} tokens; "
-                    "use the tokenizer that belongs to the model"
-                )
-        return pack(rows, max_positions, self.cost)
-
     def _forget(self) -> None:
-        self._embedded, self._homes = [], []
+        super()._forget()
+        self._homes = []
         self._rows = self._bias = None
-
-    def _hidden(self, tree: Pack) -> Tensor:
-        ids = torch.from_numpy(tree.ids).to(self.device)
-        with torch.no_grad():
-            embedded = self.embedding(ids[None])
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.embedding.parameters()):
-            embedded.requires_grad_()
-            self._embedded.append((ids, embedded))
-        output = self.inner(
-            inputs_embeds=embedded,
-            attention_mask=self._masks(tree, embedded.dtype),
-            position_ids=torch.from_numpy(tree.position_ids).to(self.device)[None],
-            use_cache=False,
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
-
-    def _masks(self, tree: Pack, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Additive masks [1, 1, N, N]: eager attention needs them; SDPA would make them in each layer anew."""
-        seen = torch.from_numpy(tree.mask()).to(self.device)
-        depth = torch.from_numpy(tree.position_ids).to(self.device)
-        masks: dict[str, Tensor] = {}
-        for kind in self.kinds:
-            near = seen
-            if kind == SLIDING and self.window is not None and int(tree.position_ids.max()) >= self.window:
-                near = seen & (depth[:, None] - depth[None, :] < self.window)
-            elif masks:  # short rows: the window hides nothing
-                masks[kind] = next(iter(masks.values()))
-                continue
-            masks[kind] = torch.zeros(near.shape, dtype=dtype, device=self.device).masked_fill_(~near, -torch.inf)[
-                None, None
-            ]
-        return masks if len(masks) > 1 else masks[self.kinds[0]]
 
     def _targets(self, tree: Pack) -> Tensor:
         targets = torch.from_numpy(tree.targets).to(self.device)
@@ -233,19 +282,19 @@ def pack_cost(inner: nn.Module, config: Any, device: torch.device) -> PackCost:
     return PackCost(fixed=launch / (6 * body), quadratic=4 * heads * head_size / ATTENTION_EFFICIENCY / (2 * body))
 
 
-def _attention_kinds(causal: Any, config: Any) -> tuple[list[str], int | None]:
+def _attention_kinds(name: str, config: Any) -> tuple[list[str], int | None]:
     window = getattr(config, "sliding_window", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or [SLIDING if window else FULL]))
     other = [kind for kind in kinds if kind not in (FULL, SLIDING)]
     if other:
         raise ModelError(
-            f"{_kind(causal)} has {', '.join(other)} layers, which cannot share a prefix under a tree mask; "
+            f"{name} has {', '.join(other)} layers, which cannot share a prefix under a tree mask; "
             "choose a model whose layers are full or sliding attention"
         )
     implementation = getattr(config, "_attn_implementation", "sdpa")
-    if implementation not in ("sdpa", "eager"):
+    if implementation not in ("sdpa", "eager", SINKS):
         raise ModelError(
-            f"{_kind(causal)} runs {implementation!r} attention, which takes no tree mask; "
+            f"{name} runs {implementation!r} attention, which takes no tree mask; "
             "load it with attn_implementation='sdpa'"
         )
     return kinds, window

@@ -4,82 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from renma.errors import RecipeError, RunError
-from renma.learning.aggregate import weights
-from renma.learning.losses import LossInput, PolicyLoss, k2
+from renma.learning.correction import Correction
+from renma.learning.losses.base import PolicyLoss
+from renma.learning.losses.kl import KlForm
+from renma.learning.objective import Objective, OldLogprobs
 from renma.learning.optimizer import MasterAdamW, learning_rate
-from renma.learning.rows import MissingLogprobs, Row
+from renma.learning.rows import Row
 from renma.learning.scorer import Scorer
 from renma.learning.statistics import OnProgress, Progress, UpdateStatistics
-from renma.learning.tree import Pack
+from renma.learning.tokens import Tokens, split
+from renma.learning.value_head import Auxiliary
 from renma.recipe import LearnerSection
 from renma.types import Floats
-
-OldLogprobs = Literal["behaviour", "recompute", "on_policy"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Objective:
-    """What every optimiser step of one batch minimises."""
-
-    loss: PolicyLoss
-    aggregate: str
-    constant_length: float
-    kl: float
-    entropy: float
-    recomputed: bool
-
-    @property
-    def silent_at_zero_advantage(self) -> bool:
-        return self.kl == 0 and self.entropy == 0 and bool(getattr(self.loss, "scales_with_advantage", False))
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """The trained tokens of one optimiser step's rows, row after row; every array is [n]. old None: pi itself."""
-
-    row: np.ndarray
-    trajectory: np.ndarray
-    step: np.ndarray
-    advantage: np.ndarray
-    behaviour: np.ndarray
-    old: np.ndarray | None
-    reference: np.ndarray | None
-    weight: np.ndarray
-
-    @staticmethod
-    def of(
-        rows: Sequence[Row], old: list[Floats] | None, reference: list[Floats] | None, objective: _Objective
-    ) -> _Tokens:
-        counts = [int(np.count_nonzero(row.trained)) for row in rows]
-        trajectory = np.repeat(np.array([row.trajectory for row in rows], np.int64), counts)
-        step = np.concatenate([row.step[row.trained] for row in rows]).astype(np.int64)
-        return _Tokens(
-            np.repeat(np.arange(len(rows)), counts),
-            trajectory,
-            step,
-            np.concatenate([row.advantages[row.trained] for row in rows]),
-            np.concatenate([row.logprobs[row.trained] for row in rows]),
-            None if old is None else np.concatenate(old),
-            None if reference is None else np.concatenate(reference).astype(np.float32, copy=False),
-            weights(objective.aggregate, trajectory, step, constant_length=objective.constant_length),
-        )
-
-    def with_signal(self, rows: int, objective: _Objective) -> np.ndarray:
-        """[rows] bool: False for a row whose gradient is exactly 0."""
-        if not objective.silent_at_zero_advantage:
-            return np.ones(rows, np.bool_)
-        signal = np.zeros(rows, np.bool_)
-        np.logical_or.at(signal, self.row, self.advantage != 0)
-        return signal
 
 
 class Learner:
@@ -130,56 +73,74 @@ class Learner:
         loss: PolicyLoss,
         aggregate: str = "token_mean",
         old_logprobs: OldLogprobs = "behaviour",
+        correction: Correction | None = None,
         kl: float = 0.0,
+        kl_form: KlForm = "k2",
         reference: Sequence[Floats] | None = None,
         entropy: float = 0.0,
         constant_length: float = 1.0,
+        version: int | None = None,
+        auxiliary: Auxiliary | None = None,
         seed: int = 0,
         on_progress: OnProgress | None = None,
     ) -> dict[str, float]:
         """Learn from one batch: `epochs` passes, each in optimiser steps of `mini_batch` trajectories.
 
-        The objective is the aggregate of loss + kl * k2(pi, reference) - entropy * H over the trained tokens of one
-        optimiser step; its gradient does not depend on how the rows are packed. A trajectory is never divided, a group
-        only where `mini_batch` makes it so.
+        The objective is the aggregate of factor * loss + kl * KL(pi, reference) - entropy * H over the trained tokens
+        of one optimiser step (`Objective`); its gradient does not depend on how the rows are packed. A trajectory is
+        never divided, a group only where `mini_batch` makes it so and the loss bears it.
 
         old_logprobs: what pi_old is: the recorded log-probabilities, the policy as the batch begins, or pi itself (for
-        one optimiser step a batch). reference: for each row the log-probabilities [trained tokens] that `kl` pulls
-        towards. constant_length: the divisor of `constant`. seed: which groups share an optimiser step.
+        one optimiser step a batch). correction: weighs or rejects tokens by log pi_old - log mu, pi_old the policy as
+        the batch begins; a rejected token is in no normaliser. kl_form: k2, or k3 times pi/pi_old. reference: for each
+        row the log-probabilities [trained tokens] that `kl` pulls towards and the loss may look at. constant_length:
+        the divisor of `constant`. version: the policy version that the weights are now; where it is given, older
+        samples under a ratio that cannot see their age are refused. auxiliary: a further part of the objective, a
+        critic's on the policy's trunk; rows without a signal of their own learn from it too. seed: which groups share
+        an optimiser step.
 
         Returns means over the trained tokens, or over the optimiser steps: loss, grad_norm (before clipping), entropy,
-        the loss's own, kl_reference (k2) where kl > 0. From the first pass, against the recorded log-probabilities:
-        kl_behaviour (k3 of KL(mu||pi)), mismatch_mean and mismatch_max (|log pi - log mu|). Then learning_rate (the
-        last), positions (computed, all passes), row_tokens (what separate rows would have computed), trained_tokens,
-        updates, skipped_updates (the gradient was not finite) and seconds. Where the gradient is exactly 0 the
-        optimiser is left alone.
+        the loss's own, kl_reference (k3) where there is a reference, kl_penalty where kl > 0. From the first pass, with
+        Delta = log pi - log mu against the recorded log-probabilities (pi_old's where it is recomputed), correction on
+        or off: mismatch_mean and mismatch_max (|Delta|), kl_behaviour (k3 of KL(mu||pi)), effective_sample_size (of the
+        ratios exp(Delta), as a share of the tokens, in (0, 1]), perplexity_ratio (exp(mean Delta): the sampler's
+        perplexity over the learner's), mismatch_outside_share (tokens whose ratio is outside [0.5, 2]),
+        correction_clip_share and correction_reject_share (tokens whose weight the cap cut, tokens taken out; 0 without
+        a correction). Then learning_rate (the last), positions (computed with a gradient or for statistics, all
+        passes), row_tokens (what separate rows would have computed), trained_tokens, updates, skipped_updates (the
+        gradient was not finite) and seconds. Where the gradient is exactly 0 the optimiser is left alone.
 
-        Raises RecipeError for options that contradict each other; MissingLogprobs when the loss needs recorded
-        log-probabilities that a row has not; RunError when nothing is left to train.
+        Raises RecipeError for options that contradict each other; MissingLogprobs when the loss or the correction
+        needs recorded log-probabilities that a row has not; RunError when nothing is left to train.
         """
         started = time.perf_counter()
         kept = [number for number, row in enumerate(rows) if row.trained.any()]
         if not kept:
             raise RunError("the batch has no trained token: every trajectory was dropped or masked")
-        references = _references(rows, kept, kl, reference)
+        objective = Objective(loss, aggregate, constant_length, kl, kl_form, entropy, old_logprobs, correction)
+        objective.check()
+        references = _references(rows, kept, objective, reference)
         rows = [rows[number] for number in kept]
+        objective.check_rows(rows, version)
         rng = np.random.default_rng(seed)
-        parts = [part for _ in range(self.settings.epochs) for part in _split(rows, self.settings.mini_batch, rng)]
-        old = self._old(rows, old_logprobs, len(parts))
-        objective = _Objective(loss, aggregate, constant_length, kl, entropy, old_logprobs == "recompute")
+        whole = objective.traits.whole_groups
+        parts = [p for _ in range(self.settings.epochs) for p in split(rows, self.settings.mini_batch, rng, whole)]
+        began = self._began(rows, objective, len(parts))
         numbers = UpdateStatistics()
         progress = Progress(on_progress, sum(len(rows[i]) for part in parts for i in part))
         for number, part in enumerate(parts):
             chosen = [rows[i] for i in part]
-            tokens = _Tokens.of(
-                chosen,
-                None if old is None else [old[i] for i in part],
-                None if references is None else [references[i] for i in part],
-                objective,
-            )
-            numbers.first_pass = number * self.settings.epochs < len(parts)
-            self._accumulate(chosen, tokens, objective, numbers, progress)
+            policy = None if began is None else [began[i] for i in part]
+            old = _old(chosen, policy, objective, len(parts))
+            tokens = Tokens.of(chosen, old, None if references is None else [references[i] for i in part])
+            numbers.measures = number * self.settings.epochs < len(parts)
+            tokens = self._ready(chosen, tokens, policy, objective, numbers, moved=number > 0)
+            if auxiliary is not None:
+                auxiliary.begin([kept[i] for i in part])
+            self._accumulate(chosen, tokens, objective, auxiliary, numbers, progress)
             self._apply(number / len(parts), numbers)
+            if auxiliary is not None:
+                auxiliary.apply(number / len(parts))
         self.batches += 1
         return numbers.result() | {
             "trained_tokens": float(sum(int(row.trained.sum()) for row in rows)),
@@ -214,26 +175,53 @@ class Learner:
         """The module's weights have been loaded from elsewhere: train on from them, not from the stale masters."""
         self.optimizer.refresh()
 
-    def _old(self, rows: Sequence[Row], old: str, steps: int) -> list[Floats] | None:
-        """log pi_old of each row; None where it is that of the policy at the one optimiser step."""
-        if old == "behaviour":
-            return [row.logprobs[row.trained] for row in rows]
-        if old == "recompute":
-            return self.logprobs(rows) if steps > 1 else None
-        if old != "on_policy":
-            raise RecipeError(f"unknown old_logprobs {old!r}: known: behaviour, recompute, on_policy")
-        if steps > 1:
+    def _began(self, rows: Sequence[Row], objective: Objective, steps: int) -> list[Floats] | None:
+        """log pi of each row as the batch begins, where it must be known beforehand; None where the packs will tell."""
+        if objective.old_logprobs == "on_policy" and steps > 1:
             raise RecipeError(
                 f"old_logprobs 'on_policy' is for one optimiser step a batch, and there are {steps}; leave "
                 "learner.mini_batch out and learner.epochs at 1, or use old_logprobs: recompute"
             )
-        return None
+        if objective.correction is None and (objective.old_logprobs != "recompute" or steps == 1):
+            return None
+        return self.logprobs(rows)
+
+    def _ready(
+        self,
+        rows: Sequence[Row],
+        tokens: Tokens,
+        began: list[Floats] | None,
+        objective: Objective,
+        numbers: UpdateStatistics,
+        moved: bool,
+    ) -> Tokens:
+        """The tokens with all that is known of a whole optimiser step before its first pack: the correction's factors,
+        what the loss makes ready, the aggregate's weights. moved: the policy is no longer `began`."""
+        loss = objective.traits
+        policy = None if began is None else np.concatenate(began)
+        if policy is not None:
+            corrected = None
+            if objective.correction is not None:
+                tokens, corrected = tokens.corrected(objective.correction, policy)
+            if numbers.measures:
+                numbers.mismatch.add(tokens.delta(policy), corrected)
+                numbers.measures = False
+        if loss.prepare is not None and (
+            loss.level != "sequence" or (tokens.old is not None and tokens.divided(len(rows)))
+        ):
+            if moved or policy is None:
+                policy = np.concatenate(self.logprobs(rows))
+            tokens, summary = tokens.prepared_for(objective, policy)
+            for name, value in summary.items():
+                numbers.mean(name, value, 1)
+        return tokens.weighed(objective)
 
     def _accumulate(
         self,
         rows: Sequence[Row],
-        tokens: _Tokens,
-        objective: _Objective,
+        tokens: Tokens,
+        objective: Objective,
+        auxiliary: Auxiliary | None,
         numbers: UpdateStatistics,
         progress: Progress,
     ) -> None:
@@ -242,62 +230,52 @@ class Learner:
         self.model.eval()
         self.optimizer.clear()
         tree_model.begin()
-        signal = tokens.with_signal(len(rows), objective)
+        signal = tokens.with_signal(len(rows), objective) if auxiliary is None else np.ones(len(rows), np.bool_)
+        policy = np.full(len(tokens), np.nan, np.float32)
         loss = 0.0
         for learns in (True, False):
             chosen = np.flatnonzero(signal == learns).tolist()
             where = np.flatnonzero(signal[tokens.row] == learns)
             for tree in tree_model.packs([rows[i] for i in chosen], self.settings.max_positions):
+                index = where[tree.token]
                 with torch.set_grad_enabled(learns):
-                    part = self._pack_loss(tree, where[tree.token], tokens, objective, numbers)
+                    hidden = tree_model.hidden(tree)
+                    logp, entropy = tree_model.score(tree, hidden)
+                    part = self._pack_loss(logp, entropy, index, tokens, objective, numbers)
+                    if auxiliary is not None:
+                        predictor = torch.from_numpy(tree.token_predictor).to(hidden.device)
+                        part = part + auxiliary.loss(hidden, predictor, index)
                 if learns:
                     part.backward()
+                policy[index] = logp.detach().float().cpu().numpy()
                 loss += float(part.detach())
                 numbers.add("positions", tree.positions)
                 progress.advance(sum(len(rows[chosen[i]]) for i in np.unique(tree.rows)))
         tree_model.finish()
+        if numbers.measures:
+            numbers.mismatch.add(tokens.delta(policy))
         numbers.add("row_tokens", sum(len(row) for row in rows))
         numbers.mean("loss", loss, 1)
 
     def _pack_loss(
-        self, tree: Pack, index: np.ndarray, tokens: _Tokens, objective: _Objective, numbers: UpdateStatistics
+        self,
+        logp: Tensor,
+        entropy: Tensor,
+        index: np.ndarray,
+        tokens: Tokens,
+        objective: Objective,
+        numbers: UpdateStatistics,
     ) -> Tensor:
         """The pack's part of the objective; its statistics go to `numbers`. index [n]: its tokens in `tokens`."""
-        device = self.scorer.tree.device
-
-        def take(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values[index]).to(device)
-
-        logp, entropy = self.scorer.tree.logprobs(tree)
-        given = LossInput(
-            logp=logp,
-            old=logp.detach() if tokens.old is None else take(tokens.old),
-            behaviour=take(tokens.behaviour),
-            advantage=take(tokens.advantage),
-            entropy=entropy if objective.entropy else entropy.detach(),
-            trajectory=take(tokens.trajectory),
-            step=take(tokens.step),
-        )
-        charge, statistics = objective.loss(given)
-        if charge.shape != logp.shape:
-            raise ValueError(f"a policy loss gives one value a token, {tuple(logp.shape)}; got {tuple(charge.shape)}")
-        if bool(torch.isnan(charge).any()) and bool(torch.isnan(given.behaviour).any()):
-            raise MissingLogprobs(
-                "the loss needs the log-probabilities recorded when sampling, and these rows have none: train "
-                "demonstrations with the sft loss, or ask the engine for log-probabilities"
-            )
+        assert tokens.weight is not None
+        given = tokens.given(index, logp, entropy if objective.entropy else entropy.detach())
+        factor = None if tokens.factor is None else torch.from_numpy(tokens.factor[index]).to(logp.device)
+        charge, statistics = objective.charge(given, factor)
         numbers.tokens("entropy", entropy)
         for name, values in statistics.items():
             numbers.tokens(name, values)
-        if numbers.first_pass:
-            numbers.mismatch(given.old if objective.recomputed else logp.detach(), given.behaviour)
-        if objective.kl and tokens.reference is not None:
-            penalty = k2(logp, take(tokens.reference))
-            numbers.tokens("kl_reference", penalty)
-            charge = charge + objective.kl * penalty
-        if objective.entropy:
-            charge = charge - objective.entropy * entropy
-        return (charge * take(tokens.weight).to(charge.dtype)).sum()
+        weight = torch.from_numpy(tokens.weight[index]).to(logp.device, charge.dtype)
+        return (charge * weight).sum()
 
     def _apply(self, part: float, numbers: UpdateStatistics) -> None:
         """Clip, and take the optimiser step unless the gradient is not finite (skipped, counted) or exactly zero."""
@@ -319,30 +297,22 @@ class Learner:
             self.optimizer.clear()
 
 
+def _old(rows: Sequence[Row], began: list[Floats] | None, objective: Objective, steps: int) -> list[Floats] | None:
+    """log pi_old of each row; None where it is that of the policy at the one optimiser step."""
+    if objective.old_logprobs == "behaviour":
+        return [row.logprobs[row.trained] for row in rows]
+    return began if objective.old_logprobs == "recompute" and steps > 1 else None
+
+
 def _references(
-    rows: Sequence[Row], kept: Sequence[int], kl: float, reference: Sequence[Floats] | None
+    rows: Sequence[Row], kept: Sequence[int], objective: Objective, reference: Sequence[Floats] | None
 ) -> list[Floats] | None:
     """The reference's log-probabilities of the rows that are kept."""
-    if kl and reference is None:
-        raise RecipeError("kl > 0 needs the reference's log-probabilities of every row")
+    if reference is None and (objective.kl or objective.traits.needs_reference):
+        what = "kl > 0" if objective.kl else "the loss"
+        raise RecipeError(f"{what} needs the reference's log-probabilities of every row")
     if reference is None:
         return None
     if [len(values) for values in reference] != [int(row.trained.sum()) for row in rows]:
         raise ValueError("reference needs one array for each row, with one log-probability for each trained token")
     return [np.asarray(reference[number], np.float32) for number in kept]
-
-
-def _split(rows: Sequence[Row], mini_batch: int | None, rng: np.random.Generator) -> list[list[int]]:
-    """Row numbers of each optimiser step: about `mini_batch` whole trajectories, those of a group side by side."""
-    trajectories: dict[tuple[bool, int], dict[int, list[int]]] = {}
-    for number, row in enumerate(rows):
-        group = (True, row.group) if row.group >= 0 else (False, row.trajectory)
-        trajectories.setdefault(group, {}).setdefault(row.trajectory, []).append(number)
-    count = sum(len(members) for members in trajectories.values())
-    steps = 1 if mini_batch is None else -(-count // mini_batch)
-    if steps == 1:
-        return [list(range(len(rows)))]
-    groups = list(trajectories.values())
-    units = [members for group in rng.permutation(len(groups)) for members in groups[group].values()]
-    edges = [count * i // steps for i in range(steps + 1)]
-    return [sorted(number for unit in units[start:end] for number in unit) for start, end in pairwise(edges)]

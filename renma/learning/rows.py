@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from renma.errors import RunError
-from renma.types import Floats, Ids, Step, Trajectory
+from renma.types import Floats, Ids, Routing, Step, Trajectory
 
 
 class UntrainableTrajectory(RunError):
@@ -33,6 +33,8 @@ class Row:
     trained.
     step, versions [T] int32: the step and policy version of each sampled token, -1 where not trained.
     trajectory: which trajectory of the batch. group: which group of the batch, -1 where the trajectory stands alone.
+    routing [T, layers, k] int16: the experts chosen at each position when it was sampled, -1 where none is recorded;
+    None for a dense policy.
     """
 
     ids: Ids
@@ -43,6 +45,7 @@ class Row:
     versions: Ids
     trajectory: int
     group: int = -1
+    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         parts = (self.ids, self.trained, self.logprobs, self.advantages, self.step, self.versions)
@@ -117,7 +120,33 @@ def _row(trajectory: Trajectory, run: Sequence[int], values: Floats, index: int,
         step_of[span] = number
         versions[span] = step.versions
         offset += count
-    return [Row(ids, trained, logprobs, advantages, step_of, versions, index, group)]
+    routing = _routing([steps[number] for number in run], len(ids))
+    return [Row(ids, trained, logprobs, advantages, step_of, versions, index, group, routing)]
+
+
+def _routing(steps: Sequence[Step], length: int) -> Routing | None:
+    """[length, layers, k] the experts of a row's positions: those of the first step that recorded the position.
+
+    A later turn finds them in the prefix cache, or computes them anew (near-ties may then fall otherwise); the last
+    token of a turn has its first choice in the next one.
+    """
+    recorded: list[Routing] = []
+    for step in steps:
+        if step.routing is None:
+            continue
+        if len(step.routing) != len(step.prompt_ids) + len(step.action_ids):
+            raise ValueError(
+                f"a step of {len(step.prompt_ids)} + {len(step.action_ids)} tokens has {len(step.routing)} routes"
+            )
+        recorded.append(step.routing)
+    if not recorded:
+        return None
+    routing = np.full((length, *recorded[0].shape[1:]), -1, np.int16)
+    for part in recorded:
+        place = routing[: len(part)]
+        lacking = place[:, 0, 0] < 0
+        place[lacking] = part[lacking]
+    return routing
 
 
 def _check(trajectory: Trajectory, demonstration: bool) -> None:

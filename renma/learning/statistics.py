@@ -4,14 +4,67 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from renma.learning.correction import CLAMP
+from renma.learning.correction import CLAMP, Corrected
 
 OnProgress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """Where sampler and learner disagree, over tokens gathered in parts: sums of Delta = log pi_old - log mu."""
+
+    tokens: int = 0
+    plain: float = 0.0
+    absolute: float = 0.0
+    largest: float = 0.0
+    divergence: float = 0.0
+    ratio: float = 0.0
+    squared: float = 0.0
+    outside: int = 0
+    clipped: int = 0
+    rejected: int = 0
+
+    def add(self, delta: NDArray[Any], corrected: Corrected | None = None) -> None:
+        """delta [n], held within +-20; NaN where nothing was recorded: such tokens are in no number."""
+        known = np.isfinite(delta)
+        held = np.clip(delta[known].astype(np.float64), -CLAMP, CLAMP)
+        if not len(held):
+            return
+        ratio, size = np.exp(held), np.abs(held)
+        self.tokens += len(held)
+        self.plain += float(held.sum())
+        self.absolute += float(size.sum())
+        self.largest = max(self.largest, float(size.max()))
+        self.divergence += float((np.expm1(held) - held).sum())
+        self.ratio += float(ratio.sum())
+        self.squared += float(ratio @ ratio)
+        self.outside += int(np.count_nonzero((ratio < 0.5) | (ratio > 2.0)))
+        if corrected is not None:
+            self.clipped += int(np.count_nonzero(corrected.clipped[known]))
+            self.rejected += int(np.count_nonzero(~corrected.keep[known]))
+
+    def result(self) -> dict[str, float]:
+        """Empty where no token had a recorded log-probability."""
+        n = self.tokens
+        if not n:
+            return {}
+        return {
+            "mismatch_mean": self.absolute / n,
+            "mismatch_max": self.largest,
+            "kl_behaviour": self.divergence / n,
+            "effective_sample_size": self.ratio**2 / (n * self.squared),
+            "perplexity_ratio": float(np.exp(self.plain / n)),
+            "mismatch_outside_share": self.outside / n,
+            "correction_clip_share": self.clipped / n,
+            "correction_reject_share": self.rejected / n,
+        }
 
 
 class UpdateStatistics:
@@ -23,7 +76,8 @@ class UpdateStatistics:
         self.totals: dict[str, float] = defaultdict(float)
         self.maxima: dict[str, float] = {}
         self.last: dict[str, float] = {}
-        self.first_pass = True
+        self.mismatch = Mismatch()
+        self.measures = True  # the mismatch is still to be added for the optimiser step at hand
 
     def add(self, name: str, value: float) -> None:
         self.totals[name] += value
@@ -43,19 +97,9 @@ class UpdateStatistics:
         else:
             self.mean(name, float(values.mean()), len(values))
 
-    def mismatch(self, policy: Tensor, behaviour: Tensor) -> None:
-        """log pi against the recorded log mu, where there are any: k3 of KL(mu||pi) and |log pi - log mu|."""
-        known = torch.isfinite(behaviour)
-        if not bool(known.any()):
-            return
-        difference = (policy - behaviour)[known].clamp(-CLAMP, CLAMP)
-        self.mean("kl_behaviour", float((difference.exp() - 1 - difference).mean()), len(difference))
-        self.mean("mismatch_mean", float(difference.abs().mean()), len(difference))
-        self.max("mismatch_max", float(difference.abs().max()))
-
     def result(self) -> dict[str, float]:
         means = {name: value / self.counts[name] for name, value in self.sums.items()}
-        return means | dict(self.totals) | self.maxima | self.last
+        return means | dict(self.totals) | self.maxima | self.last | self.mismatch.result()
 
 
 class Progress:

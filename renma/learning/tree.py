@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from renma.learning.rows import Row
+from renma.types import Routing
 
 Longs = NDArray[np.int64]
 
@@ -40,6 +41,8 @@ class Pack:
     token_predictor [n]: for each trained token the index into `predictors` of its parent node, ascending.
     targets [n]: the token's id. rows, at [n]: the row (in the list that was packed) and position it came from.
     token [n]: its place among the trained tokens of that whole list, row after row.
+    routing [N, layers, k] int16: the experts of each node, -1 where none are recorded; None where no row has any. Of
+    rows that share a node, the first in the pack that recorded it counts: rows sampled from one prefix cache agree.
     """
 
     ids: Longs
@@ -52,6 +55,7 @@ class Pack:
     rows: Longs
     at: Longs
     token: Longs
+    routing: Routing | None = None
 
     @property
     def positions(self) -> int:
@@ -152,6 +156,7 @@ def _build(rows: Sequence[Row], ordered: _Sorted, first: int, last: int, starts:
     parents: list[Longs] = []
     segments: list[tuple[int, int]] = []
     tokens: list[tuple[Longs, Longs, Longs, Longs, Longs]] = []
+    paths: list[tuple[int, Longs]] = []
     path = np.empty(0, np.int64)
     size = 0
     for place in range(first, last):
@@ -167,6 +172,7 @@ def _build(rows: Sequence[Row], ordered: _Sorted, first: int, last: int, starts:
             size += len(new)
         number = ordered.order[place]
         row = rows[number]
+        paths.append((number, path))
         at = np.flatnonzero(row.trained)
         token = starts[number] + np.arange(len(at))
         tokens.append((path[at - 1], row.ids[at].astype(np.int64), np.full(len(at), number), at, token))
@@ -184,4 +190,17 @@ def _build(rows: Sequence[Row], ordered: _Sorted, first: int, last: int, starts:
         row_of[order],
         at_of[order],
         token_of[order],
+        _routing(rows, paths, size),
     )
+
+
+def _routing(rows: Sequence[Row], paths: Sequence[tuple[int, Longs]], size: int) -> Routing | None:
+    """[size, layers, k] of the nodes; paths: for each row its number and the nodes it runs along."""
+    recorded = [(routing, path) for number, path in paths if (routing := rows[number].routing) is not None]
+    if not recorded:
+        return None
+    nodes = np.full((size, *recorded[0][0].shape[1:]), -1, np.int16)
+    for routing, path in recorded:
+        lacking = nodes[path, 0, 0] < 0
+        nodes[path[lacking]] = routing[: len(path)][lacking]
+    return nodes

@@ -9,5 +9,8 @@ REWARDS = Registry(
         "answer_number": "renma.rewards.outcome:AnswerNumber",
         "format": "renma.rewards.outcome:Format",
         "turns": "renma.rewards.outcome:Turns",
+        "overlong": "renma.rewards.outcome:Overlong",
+        "reward_model": "renma.rewards.learned:OutcomeModelReward",
+        "process_reward_model": "renma.rewards.learned:ProcessModelReward",
     },
 )

@@ -7,15 +7,21 @@ A reward in two lines, named in a recipe as `my_rewards.py:short`:
 
 It may be `async`, and it may return None: no opinion. What has no opinion counts in no sum and no average; a trajectory
 on which every reward has none is an error, because it would silently become a zero.
+
+A process reward returns a sequence instead, one number (or None) for each step; each lands on its own step:
+
+    def brief(trajectory):
+        return [-0.01 * len(step.action_ids) for step in trajectory.steps]
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from renma.errors import RecipeError, RenmaError
 from renma.parts import build, checked_options
@@ -23,7 +29,8 @@ from renma.recipe import Component
 from renma.rewards import REWARDS
 from renma.types import Trajectory
 
-Reward = Callable[[Trajectory], float | Awaitable[float | None] | None]
+Verdict = float | Sequence[float | None] | None
+Reward = Callable[[Trajectory], Verdict | Awaitable[Verdict]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +81,72 @@ def _made(component: Component, place: str) -> Reward:
     return functools.partial(part, **checked_options(REWARDS, component, place, {first}))
 
 
-async def combine(rewards: Sequence[NamedReward], trajectory: Trajectory) -> dict[str, float]:
-    """The weighted component of each reward that has an opinion; their sum is the outcome's reward.
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the rewards say of one trajectory, weights applied. outcome: by name, of the whole trajectory; steps [K]: by
+    name, of each step. A reward is in one of the two, or in neither where it has no opinion."""
 
-    None and NaN are no opinion. Raises RewardError, naming the task and member, when every reward abstains or one gives
-    something else than a finite number. No rewards at all give no components: the environment's own then stand alone.
+    outcome: dict[str, float]
+    steps: tuple[dict[str, float], ...]
+
+    @property
+    def silent(self) -> bool:
+        return not self.outcome and not any(self.steps)
+
+    def on(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with these rewards and no others."""
+        steps = tuple(replace(step, reward=own) for step, own in zip(trajectory.steps, self.steps, strict=True))
+        return replace(trajectory, steps=steps, rewards=self.outcome)
+
+
+async def combine(rewards: Sequence[NamedReward], trajectory: Trajectory) -> Judgement:
+    """The weighted component of each reward that has an opinion; their sums are the outcome's and the steps' rewards.
+
+    None and NaN are no opinion. Raises RewardError, naming the reward, task and member, when one gives something else
+    than a finite number or a sequence of one entry for each step; and when every reward abstains, unless nothing was
+    sampled: such a trajectory is in no statistic and is not trained. No rewards at all give no components: the
+    environment's own then stand alone.
     """
     return (await combine_rows(rewards, [trajectory]))[0]
 
 
-async def combine_rows(rewards: Sequence[NamedReward], trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
-    """`combine` for many trajectories. When every reward abstains on some, one error names them all."""
-    rows: list[dict[str, float]] = []
-    silent: list[Trajectory] = []
-    for trajectory in trajectories:
-        row: dict[str, float] = {}
-        for reward in rewards:
-            given = reward.function(trajectory)
-            value = _number(reward, trajectory, await given if inspect.isawaitable(given) else given)
-            if value is not None:
-                row[reward.name] = reward.weight * value
-        if rewards and not row:
-            silent.append(trajectory)
-        rows.append(row)
-    if silent:
+async def combine_rows(rewards: Sequence[NamedReward], trajectories: Sequence[Trajectory]) -> list[Judgement]:
+    """`combine` for many trajectories, side by side. When every reward abstains on some, one error names them all."""
+    rows = list(await asyncio.gather(*(_judge(rewards, trajectory) for trajectory in trajectories)))
+    silent = [t for t, row in zip(trajectories, rows, strict=True) if row.silent and t.sampled_tokens]
+    if rewards and silent:
         raise RewardError(_abstained(rewards, silent))
     return rows
+
+
+async def _judge(rewards: Sequence[NamedReward], trajectory: Trajectory) -> Judgement:
+    found = Judgement({}, tuple({} for _ in trajectory.steps))
+    for reward in rewards:
+        given = reward.function(trajectory)
+        value = await given if inspect.isawaitable(given) else given
+        # Arrays, tensors and their scalars become plain lists and numbers.
+        plain: object = value.tolist() if hasattr(value, "tolist") else value  # type: ignore[union-attr]
+        if isinstance(plain, list | tuple):
+            _put_on_steps(reward, trajectory, plain, found.steps)
+        else:
+            number = _number(reward, trajectory, plain)
+            if number is not None:
+                found.outcome[reward.name] = reward.weight * number
+    return found
+
+
+def _put_on_steps(
+    reward: NamedReward, trajectory: Trajectory, values: Sequence[object], steps: Sequence[dict[str, float]]
+) -> None:
+    if len(values) != len(steps):
+        raise RewardError(
+            f"reward {reward.name!r} gave {len(values)} numbers for the {len(steps)} steps of {_row(trajectory)}; give "
+            "one for each step, None for no opinion"
+        )
+    for own, value in zip(steps, values, strict=True):
+        number = _number(reward, trajectory, value)
+        if number is not None:
+            own[reward.name] = reward.weight * number
 
 
 def average(values: Iterable[float | None]) -> float | None:

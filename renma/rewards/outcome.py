@@ -59,3 +59,25 @@ class Turns:
 
     def __call__(self, trajectory: Trajectory) -> float:
         return -self._cost * max(0, len(trajectory.steps) - self._free)
+
+
+class Overlong:
+    """A penalty for trajectories near a length limit: 0 up to limit - buffer sampled tokens, then falling to -factor.
+
+    min(0, -factor × (tokens - (limit - buffer)) / buffer), and never below -factor (Yu et al. 2025, DAPO, eq. 13).
+    limit, buffer: in sampled tokens of the whole trajectory.
+    """
+
+    def __init__(self, *, limit: int, buffer: int, factor: float = 1.0) -> None:
+        if not 1 <= buffer <= limit or factor < 0:
+            raise RecipeError(
+                f"reward 'overlong': buffer lies between 1 and limit, and factor is at least 0; got limit {limit}, "
+                f"buffer {buffer}, factor {factor}"
+            )
+        self._free = limit - buffer
+        self._buffer = buffer
+        self._factor = factor
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        over = (trajectory.sampled_tokens - self._free) / self._buffer
+        return -self._factor * min(1.0, max(0.0, over))

@@ -11,14 +11,16 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from renma.agents.base import Agent, ContextFull
 from renma.environments.base import Environment, as_observation
 from renma.environments.tool_environment import ToolEnvironment
 from renma.errors import RenmaError
 from renma.rollout.threads import call
-from renma.types import Status, Step, StepResult, StopReason, Task, Trajectory
+from renma.types import Ids, Observation, Status, Step, StepResult, StopReason, Task, Trajectory
 
 AgentMaker = Callable[[Task, int, list[dict[str, Any]]], Agent]
 """(task, attempt's member, the environment's tools) -> a fresh agent."""
@@ -33,12 +35,20 @@ class EpisodeRules:
     seconds: float | None = None
 
 
+@runtime_checkable
+class LooksAhead(Protocol):
+    """An agent that can say which prompt it would send for an observation, without sending it."""
+
+    def next_prompt(self, observation: Observation) -> list[int]: ...
+
+
 @dataclass(slots=True)
 class _Record:
-    """What has happened so far in one attempt."""
+    """What has happened so far in one attempt. next_prompt: where a limit cut it, what the policy would have seen."""
 
     steps: list[Step] = field(default_factory=list)
     success: bool | None = None
+    next_prompt: Ids | None = None
 
 
 # Methods that an environment left as they are need no thread.
@@ -89,6 +99,7 @@ async def run_episode(
             success=record.success,
             seed=seed,
             attempts=attempt,
+            next_prompt_ids=record.next_prompt,
             seconds=time.perf_counter() - started,
         )
     return Trajectory(
@@ -137,6 +148,7 @@ async def _turns(
             act = await agent.act(observation)
         except ContextFull:
             record.success = bool(record.success)
+            record.next_prompt = _next_prompt(agent, observation)
             return "truncated", "context"
         except RenmaError:
             raise
@@ -166,25 +178,43 @@ async def _turns(
                 truncated=result.truncated or (turn == limit - 1 and not over),
                 sample_stop=act.sample.stop_reason,
                 state_key=key,
+                routing=act.sample.routing,
                 seconds={"act": acted - started, "environment": time.perf_counter() - acted},
             )
         )
         if "success" in result.info:
             record.success = bool(result.info["success"])
         if over:
-            return _ending(record, result, act.sample.stop_reason)
+            return _ending(record, result, agent, observation)
     record.success = bool(record.success)
+    record.next_prompt = _next_prompt(agent, observation)
     return "truncated", "step_limit"
 
 
-def _ending(record: _Record, result: StepResult, sample_stop: str) -> tuple[Status, StopReason]:
+def _ending(record: _Record, result: StepResult, agent: Agent, observation: Observation) -> tuple[Status, StopReason]:
     """An environment that ended the episode: by truncation, by an action cut at its length, or by an answer."""
+    last = record.steps[-1]
     if result.truncated and not result.terminated:
         record.success = bool(record.success)
+        record.next_prompt = _next_prompt(agent, observation)
         return "truncated", "step_limit"
-    if sample_stop == "length" and not record.success:
+    if last.sample_stop == "length" and not record.success:
+        # Without the limit the policy would have gone on writing: what it saw next is its own action.
+        record.next_prompt = np.concatenate([last.prompt_ids, last.action_ids])
         return "truncated", "length"
     return "done", "stop" if result.info.get("stop") == "stop" else "answer"
+
+
+def _next_prompt(agent: Agent, observation: Observation) -> Ids | None:
+    """[P] int32 the prompt of the turn that did not come; None for an agent that cannot tell."""
+    if not isinstance(agent, LooksAhead):
+        return None
+    try:
+        return np.asarray(agent.next_prompt(observation), dtype=np.int32)
+    except RenmaError:
+        raise
+    except Exception as failure:  # as where it acts: rendering is the agent's part
+        raise EngineFailed from failure
 
 
 async def _environment(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -94,16 +94,17 @@ class Runner:
         return await self.scored(trajectory)
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with its outcome rewards; one whose reward fails is failed, with the reason."""
+        """The trajectory with its rewards, on the outcome or on the steps they judge; one whose reward fails is failed,
+        with the reason."""
         if trajectory.status == "failed" or not self.rewards:
             return trajectory
-        # The recipe's rewards take the place of the environment's own.
-        bare = replace(trajectory, steps=tuple(replace(step, reward={}) for step in trajectory.steps))
         started = time.perf_counter()
         try:
-            rewards = await combine(self.rewards, trajectory)
-            return replace(bare, rewards=rewards, reward_seconds=time.perf_counter() - started)
+            judgement = await combine(self.rewards, trajectory)
         except RenmaError:
             raise
         except Exception as error:
+            bare = replace(trajectory, steps=tuple(replace(step, reward={}) for step in trajectory.steps))
             return replace(bare, status="failed", stop_reason="reward_error", error=describe(error))
+        # The recipe's rewards take the place of the environment's own.
+        return replace(judgement.on(trajectory), reward_seconds=time.perf_counter() - started)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from renma.types import Action, Floats, Group, Message, Observation, Step, Task, ToolCall, Trajectory
+from renma.types import Action, Floats, Group, Ids, Message, Observation, Routing, Step, Task, ToolCall, Trajectory
 
 _DEEPEST = 64  # nesting past this is cut: model output reaches tool arguments, and a deep enough one ends the process
 _LONGEST_INT = 4096  # bits; Python refuses to print integers of more than 4300 digits
@@ -51,6 +51,7 @@ SCHEMA = pa.schema(
         ("attempts", pa.int32()),
         ("trajectory_seconds", pa.float64()),
         ("reward_seconds", pa.float64()),
+        ("next_prompt_ids", _ids),  # in the last row alone
         # the step
         ("agent", pa.string()),
         ("policy", pa.string()),
@@ -58,6 +59,8 @@ SCHEMA = pa.schema(
         ("action_ids", _ids),
         ("logprobs", _floats),
         ("versions", _ids),
+        ("routing", pa.large_binary()),  # int16, little-endian, of the shape [P + A, layers, k] in the next column
+        ("routing_shape", _ids),
         ("advantages", _floats),
         ("raw", pa.string()),
         ("text", pa.string()),
@@ -187,14 +190,17 @@ def _rows(trajectory: Trajectory, advantages: Floats | None, place: dict[str, An
         "trajectory_seconds": trajectory.seconds,
         "reward_seconds": trajectory.reward_seconds,
     }
+    following = {"next_prompt_ids": trajectory.next_prompt_ids}
     if not trajectory.steps:
-        return [_readable(shared)]
+        return [_readable(shared | following)]
     ends = np.cumsum([len(step.action_ids) for step in trajectory.steps])[:-1]
     pieces = [None] * len(trajectory.steps) if advantages is None else np.split(advantages, ends)
-    return [
-        _readable(shared | {"turn": turn, "advantages": piece} | _step_row(step))
+    rows = [
+        shared | {"turn": turn, "advantages": piece} | _step_row(step)
         for turn, (step, piece) in enumerate(zip(trajectory.steps, pieces, strict=True))
     ]
+    rows[-1] |= following
+    return [_readable(row) for row in rows]
 
 
 def _step_row(step: Step) -> dict[str, Any]:
@@ -205,6 +211,8 @@ def _step_row(step: Step) -> dict[str, Any]:
         "action_ids": step.action_ids,
         "logprobs": step.logprobs,
         "versions": step.versions,
+        "routing": None if step.routing is None else step.routing.astype("<i2").tobytes(),
+        "routing_shape": None if step.routing is None else step.routing.shape,
         "raw": step.action.raw,
         "text": step.action.text,
         "thinking": step.action.thinking,
@@ -273,6 +281,7 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> Record:
         seed=first["seed"],
         error=first["error"],
         attempts=first["attempts"],
+        next_prompt_ids=_next_prompt(rows[-1]),
         seconds=first["trajectory_seconds"],
         reward_seconds=first["reward_seconds"],
     )
@@ -306,5 +315,19 @@ def _step(row: dict[str, Any]) -> Step:
         agent=row["agent"],
         policy=row["policy"],
         state_key=row["state_key"],
+        routing=_routing(row),
         seconds=dict(row["seconds"]),
     )
+
+
+def _next_prompt(row: dict[str, Any]) -> Ids | None:
+    """None too in files that were written before these prompts were."""
+    ids = row.get("next_prompt_ids")
+    return None if ids is None else np.array(ids, dtype=np.int32)
+
+
+def _routing(row: dict[str, Any]) -> Routing | None:
+    """None too in files that were written before routes were."""
+    if row.get("routing") is None:
+        return None
+    return np.frombuffer(row["routing"], "<i2").astype(np.int16).reshape(row["routing_shape"])

@@ -1,4 +1,4 @@
-"""Every algorithm on one screen: a composition of an advantage estimator, a policy loss and an aggregation.
+"""Every algorithm on one screen: advantage estimator x policy loss x aggregation, and how a batch comes about.
 
 A recipe names a preset and may replace any part of it:
 
@@ -9,44 +9,59 @@ A preset of your own is `module.path:Name`, an `Algorithm` or a function without
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
-from renma.credit import ESTIMATORS, Estimator
-from renma.credit.group_relative import dr_grpo, grpo, rloo
-from renma.credit.returns import reinforce
+from renma.credit import ESTIMATORS, SELECTIONS
 from renma.errors import RecipeError
-from renma.learning import LOSSES, losses
+from renma.learning import CORRECTIONS, LOSSES
 from renma.learning.aggregate import Aggregate
-from renma.learning.losses import PolicyLoss
+from renma.learning.correction import Correction
+from renma.learning.losses import PolicyLoss, traits
 from renma.parts import build
 from renma.recipe import AlgorithmSection
 from renma.registry import Registry
+from renma.types import Group
 
 OldLogprobs = Literal["behaviour", "recompute", "on_policy"]
+LearnsFrom = Literal["samples", "demonstrations", "samples_and_demonstrations", "preferences"]
+KlForm = Literal["k2", "k3_ratio", "k1_reward"]
+Selection = Callable[[Sequence[Group]], tuple[list[Group], list[Group]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """How returns become an update.
+    """How experience becomes an update.
 
     advantage: groups -> an advantage per sampled token. loss: per-token policy loss. aggregate: token losses -> one.
+    learns_from: groups that the policy sampled, demonstrations, both in one update, or recorded preference pairs.
     old_logprobs: the policy whose ratio is clipped: `behaviour` as recorded when sampling, `recompute` the learner's
     own at the start of the update, `on_policy` the current one (ratio exactly 1: one update per batch only).
-    kl, entropy: coefficients of the k2 penalty to the starting policy and of the entropy bonus; 0 is off.
-    mask_truncated: trajectories cut by a limit count in the statistics but get no loss.
-    source: where the composition comes from, and where it departs from that.
+    correction: weights for a sampler that disagrees with the learner. kl: coefficient of the pull to the starting
+    policy, kl_form: as a loss term or in the reward. entropy: coefficient of the entropy bonus. 0 is off.
+    select: which groups are learned from. refills: how often fresh tasks replace those that it left out.
+    task_normalisation: advantages standardised within each task family. mask_truncated: trajectories cut by a limit
+    count in the statistics but get no loss. skip_zero: trajectories without advantage get no loss and are in no
+    normaliser. source: where the composition comes from, and where it departs from that.
     """
 
     name: str
-    advantage: Estimator
+    advantage: Any
     loss: PolicyLoss
     aggregate: Aggregate = "token_mean"
+    learns_from: LearnsFrom = "samples"
     old_logprobs: OldLogprobs = "behaviour"
+    correction: Correction | None = None
     kl: float = 0.0
+    kl_form: KlForm = "k2"
     entropy: float = 0.0
+    select: Selection | None = None
+    refills: int = 0
+    task_normalisation: bool = False
     mask_truncated: bool = False
+    skip_zero: bool = False
     source: str = ""
 
     @property
@@ -54,31 +69,71 @@ class Algorithm:
         """The fewest members of a group that the estimator can compare (1 when it does not say)."""
         return int(getattr(self.advantage, "min_group_size", 1))
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the advantage needs besides the groups: values (a critic), greedy, teacher."""
+        return tuple(getattr(self.advantage, "needs", ()))
 
-TABLE: tuple[Callable[[], Algorithm], ...] = (
-    lambda: Algorithm(
-        "grpo", grpo(), losses.ppo_clip(0.8, 1.2), "sequence_mean",
-        source="Shao et al. 2024 (DeepSeekMath), eq. 3; the KL penalty is off",
-    ),
-    lambda: Algorithm(
-        "grpo_mean", grpo(std=False), losses.ppo_clip(0.8, 1.2), "token_mean",
-        source="grpo without the std, over all tokens alike: Liu et al. 2025 and Yu et al. 2025 (DAPO), section 3.3",
-    ),
-    lambda: Algorithm(
-        "dr_grpo", dr_grpo(), losses.ppo_clip(0.8, 1.2), "constant",
-        source="Liu et al. 2025 (Understanding R1-Zero-like training), section 3.2",
-    ),
-    lambda: Algorithm(
-        "rloo", rloo(), losses.reinforce(), "constant",
-        source="Ahmadian et al. 2024 (Back to basics), eq. 8; the KL in the reward is off",
-    ),
-    lambda: Algorithm(
-        "reinforce", reinforce(), losses.reinforce(), "constant",
-        source="Williams 1992; {advantage: {type: reinforce, baseline: batch_mean}} takes the mean off",
-    ),
-)  # fmt: skip
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the starting policy is kept beside the trained one."""
+        return bool(self.kl) or traits(self.loss).needs_reference
 
-PRESETS = Registry("algorithm preset", {make().name: make for make in TABLE})
+
+def table() -> dict[str, Callable[[], Algorithm]]:
+    """Name -> what makes the preset. Parts are looked up when a preset is asked for."""
+
+    def of(name: str, advantage: tuple, loss: tuple, aggregate: Aggregate, source: str, **rest: Any) -> Algorithm:
+        def part(registry: Registry, named: tuple) -> Any:
+            return registry[named[0]](**(named[1] if len(named) > 1 else {}))
+
+        if "select" in rest:
+            rest["select"] = part(SELECTIONS, rest["select"])
+        return Algorithm(name, part(ESTIMATORS, advantage), part(LOSSES, loss), aggregate, source=source, **rest)
+
+    clip, clip_higher = ("ppo_clip", {"low": 0.8, "high": 1.2}), ("ppo_clip", {"low": 0.8, "high": 1.28})
+    both, dpo = {"learns_from": "samples_and_demonstrations"}, ("dpo", {"beta": 0.1})
+    # fmt: off
+    rows: tuple[tuple[Any, ...], ...] = (
+        # name, advantage, loss, aggregate, source, the rest
+        ("reinforce", ("reinforce",), ("reinforce",), "constant", "Williams 1992; option baseline: batch_mean"),
+        ("reinforce_pp", ("reinforce_pp",), clip, "token_mean", "Hu 2025 (REINFORCE++); the KL in the reward is off"),
+        ("reinforce_pp_baseline", ("reinforce_pp", {"baseline": "group_mean"}), clip, "token_mean", "Hu 2025, w/ baseline"),
+        ("rloo", ("rloo",), ("reinforce",), "constant", "Ahmadian et al. 2024 (Back to basics), eq. 8; KL off"),
+        ("remax", ("remax",), ("reinforce",), "constant", "Li et al. 2023 (ReMax), algorithm 1"),
+        ("ppo", ("gae_token",), clip, "token_mean", "Schulman et al. 2017; Ouyang et al. 2022: GAE over tokens, critic"),
+        ("steppo", ("gae_step",), ("step_ratio", {"low": 0.8, "high": 1.2}), "step_mean", "StepPO: GAE over steps, critic"),
+        ("grpo", ("grpo",), clip, "sequence_mean", "Shao et al. 2024 (DeepSeekMath), eq. 3; the KL penalty is off"),
+        ("grpo_mean", ("grpo", {"std": False}), clip, "token_mean", "grpo without std, over all tokens alike"),
+        ("dr_grpo", ("dr_grpo",), clip, "constant", "Liu et al. 2025 (Understanding R1-Zero-like training), sec. 3.2"),
+        ("dapo", ("grpo",), clip_higher, "token_mean", "Yu et al. 2025 (DAPO); add the reward `overlong` for its penalty",
+         {"select": ("mixed",), "refills": 3}),
+        ("gspo", ("grpo",), ("gspo",), "sequence_mean", "Zheng et al. 2025 (GSPO), eq. 14-15 (token form)"),
+        ("cispo", ("grpo",), ("cispo",), "token_mean", "MiniMax 2025 (M1), eq. 4-5"),
+        ("gigpo", ("gigpo",), clip, "sequence_mean", "Feng et al. 2025 (GiGPO), eq. 7-9; mean only"),
+        ("starpo_s", ("grpo",), clip_higher, "token_mean", "Wang et al. 2025 (RAGEN), sec. 4.2, without the critic",
+         {"select": ("starpo_s", {"keep": 0.5})}),
+        ("decoupled_ppo", ("grpo",), ("decoupled",), "token_mean", "Fu et al. 2025 (AReaL), eq. 5; group baseline",
+         {"old_logprobs": "recompute"}),
+        ("on_policy", ("dr_grpo",), clip, "token_mean", "the policy gradient itself: ratio 1, one update a batch",
+         {"old_logprobs": "on_policy"}),
+        ("sft", ("ones",), ("sft",), "token_mean", "log-likelihood of demonstrations", {"learns_from": "demonstrations"}),
+        ("rft", ("best",), ("sft",), "token_mean", "Yuan et al. 2023 (RFT): log-likelihood of what succeeded",
+         {"skip_zero": True}),
+        ("sft_rl", ("grpo",), ("hybrid",), "sequence_mean", "grpo and sft in one update; a demonstration per task", both),
+        ("dpo", ("pairs",), dpo, "constant", "Rafailov et al. 2023, eq. 7; best and worst of a group", {"skip_zero": True}),
+        ("multi_turn_dpo", ("pairs",), dpo, "constant", "Xiong et al. 2024: dpo, log-probabilities over all actions",
+         {"skip_zero": True}),
+        ("step_dpo", ("pairs", {"from_divergence": True}), dpo, "constant", "Lai et al. 2024: from the step they part",
+         {"skip_zero": True}),
+        ("distillation", ("distillation",), ("reinforce", {"importance": True}), "token_mean",
+         "Agarwal et al. 2024; reverse KL to `teacher` on the student's own samples"),
+    )
+    # fmt: on
+    return {row[0]: partial(of, *row[:5], **dict(row[5] if len(row) > 5 else {})) for row in rows}
+
+
+PRESETS = Registry("algorithm preset", dict(table()))
 
 
 def preset(name: str) -> Algorithm:
@@ -96,15 +151,22 @@ def preset(name: str) -> Algorithm:
     return made
 
 
+VALUES = (
+    "aggregate", "learns_from", "old_logprobs", "kl", "kl_form", "entropy", "refills", "task_normalisation",
+    "mask_truncated", "skip_zero",
+)  # fmt: skip
+PARTS = {"advantage": ESTIMATORS, "loss": LOSSES, "correction": CORRECTIONS, "select": SELECTIONS}
+
+
 def resolve(section: AlgorithmSection) -> Algorithm:
-    """The preset with every part that the recipe names put in its place. Raises RecipeError naming the key."""
-    changes: dict[str, Any] = {
-        key: value
-        for key in ("aggregate", "old_logprobs", "kl", "entropy", "mask_truncated")
-        if (value := getattr(section, key)) is not None
-    }
-    if section.advantage is not None:
-        changes["advantage"] = build(ESTIMATORS, section.advantage, "algorithm.advantage")
-    if section.loss is not None:
-        changes["loss"] = build(LOSSES, section.loss, "algorithm.loss")
+    """The preset with every part that the recipe names put in its place. Raises RecipeError naming the key.
+
+    `correction: {type: none}` and `select: {type: none}` take the preset's away.
+    """
+    changes: dict[str, Any] = {key: value for key in VALUES if (value := getattr(section, key)) is not None}
+    for key, registry in PARTS.items():
+        named = getattr(section, key)
+        if named is not None:
+            off = named.type == "none" and key in ("correction", "select")
+            changes[key] = None if off else build(registry, named, f"algorithm.{key}")
     return replace(preset(section.preset), **changes)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from renma.evaluation.evaluate import EvaluationResult, evaluate
-from renma.learning.learner import Learner
 from renma.rollout.store import TrajectoryStore
 from renma.training.batch import Batch
 from renma.training.checkpoints import save_checkpoint
+from renma.training.collapse import CollapseWatch
 from renma.training.metrics import MetricsLog
 from renma.training.run_folder import RunFolder, write_whole
 from renma.training.setup import Parts
@@ -39,6 +39,7 @@ class Records:
     seconds_before: float = 0.0
     saved: int = -1
     evaluated: int = 0
+    watch: CollapseWatch = field(default_factory=CollapseWatch)
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -51,13 +52,17 @@ class Records:
 
     def learned(self, step: int, groups: Sequence[Group], batch: Batch, metrics: dict[str, float]) -> None:
         """One training step's results; `step` counts from 0, its metrics are logged as step + 1 updates done."""
-        self.store.append(step, batch.groups, batch.advantages, phase="train")
+        self.store.append(step, batch.groups, batch.credit.advantages, phase="train")
         kept = {id(group) for group in batch.groups}
         lost = [group for group in groups if id(group) not in kept]
         if lost:
             self.store.append(step, lost, None, phase="dropped")
         self.metrics(step + 1, "train", metrics)
         self.progress.step({"step": step + 1, **metrics})
+        warning = self.watch.feed(step + 1, metrics)
+        if warning is not None:
+            self.log.event("collapse", **warning.data)
+            self.progress.note(warning.text)
 
     def metrics(self, step: int, phase: str, metrics: dict[str, float]) -> None:
         self.log.log(step, {"seconds": self.seconds, **metrics}, phase)
@@ -67,7 +72,7 @@ class Records:
         await self.evaluate_when_due(loop.version)
         due = loop.parts.recipe.training.checkpoint_every
         if loop.version == loop.parts.recipe.training.steps or (due and loop.version % due == 0):
-            self.checkpoint(loop.version, loop.learner)
+            self.checkpoint(loop)
 
     async def evaluate_when_due(self, version: int) -> None:
         """The evaluation between steps, once: a resumed run makes up for one that was interrupted."""
@@ -113,17 +118,18 @@ class Records:
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_whole(self.folder.path / SUMMARY, json.dumps(summary, ensure_ascii=False, indent=1))
 
-    def checkpoint(self, version: int, learner: Learner) -> None:
+    def checkpoint(self, loop: Loop) -> None:
         """Save the whole state; what was logged before it is on disk before it."""
-        if version == self.saved:
+        if loop.version == self.saved:
             return
         self.store.flush()
+        progression = Progression(loop.version, loop.position or 0, self.seconds, self.evaluated)
 
         def write(folder: Path) -> None:
-            write_state(folder, self.parts.policy, learner, Progression(version, self.seconds, self.evaluated))
+            write_state(folder, self.parts.policy, loop.states, progression)
 
-        save_checkpoint(self.folder, version, write, keep=self.parts.recipe.training.keep_checkpoints)
-        self.saved = version
+        save_checkpoint(self.folder, loop.version, write, keep=self.parts.recipe.training.keep_checkpoints)
+        self.saved = loop.version
 
     def close(self) -> None:
         self.store.close()

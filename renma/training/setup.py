@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from renma.errors import DataError, RecipeError
 from renma.event_loop import as_coroutine, run_to_end
 from renma.inference.base import Engine, SamplingParams
 from renma.inference.local import LocalEngine
+from renma.inference.pool import PolicyPool
 from renma.learning.lora import apply_lora
 from renma.models.policy import Policy, load_policy
 from renma.parts import build, checked_options
@@ -30,7 +32,7 @@ from renma.seeding import seed_for
 from renma.tasks import TASKS
 from renma.tasks.base import TaskSource
 from renma.tasks.order import TaskOrder
-from renma.types import Message, Task
+from renma.types import Group, Message, Task
 
 TRANSCRIPTS = 2000  # enough text for a small tokenizer, and for the tokens a policy may need
 
@@ -43,18 +45,23 @@ class EvaluationTasks:
 
 @dataclass(slots=True)
 class Parts:
-    """What a recipe's run is made of. `runner` samples for training, `evaluator` for evaluation, over one engine."""
+    """What a recipe's run is made of. `runner` samples for training, `evaluator` for evaluation, `greedy` the single
+    greedy trajectory a baseline needs; all over one engine, but that a `pool` with older policies may sample instead
+    for training. preferences: recorded pairs, where the recipe has any."""
 
     recipe: Recipe
     policy: Policy
-    engine: LocalEngine
+    engine: Engine
     tasks: TaskSource
     order: TaskOrder
     evaluation: list[EvaluationTasks]
     runner: Runner
     evaluator: Runner
+    greedy: Runner
     renderer: Any
     max_turns: int
+    pool: PolicyPool | None = None
+    preferences: Sequence[Group] | None = None
 
     def task_at(self, position: int) -> Task:
         """The task at a position of the run's endless order."""
@@ -100,33 +107,64 @@ def assemble_with(
     rewards: Sequence[NamedReward],
 ) -> Parts:
     rollout = recipe.rollout
-    engine = LocalEngine(
-        policy.model,
-        policy.tokenizer,
-        output_ids=policy.output_ids,
-        slots=rollout.slots,
-        deterministic=rollout.deterministic,
-    )
+
+    def engine_of(model: Any) -> LocalEngine:
+        return LocalEngine(
+            model,
+            policy.tokenizer,
+            output_ids=policy.output_ids,
+            slots=rollout.slots,
+            deterministic=rollout.deterministic,
+            record_routing=rollout.record_routing,
+        )
+
+    engine: Engine = engine_of(policy.model)
+    pool = cross_policy_pool(recipe, engine, policy.model, engine_of)
     renderer = build(RENDERERS, recipe.agent.renderer, "agent.renderer", tokenizer=policy.tokenizer)
     rules = EpisodeRules(rollout.max_turns, rollout.retries, rollout.episode_seconds)
 
-    def runner(sampling: SamplingSection) -> Runner:
+    latest: Engine = engine if pool is None else pool.latest
+
+    def runner(sampling: SamplingSection, sampler: Engine) -> Runner:
         agents = agent_maker(recipe, policy, renderer, sampling)
-        return Runner(engine, make_environment, agents, rules, rewards, recipe.seed, concurrency=rollout.slots)
+        return Runner(sampler, make_environment, agents, rules, rewards, recipe.seed, concurrency=rollout.slots)
 
     check_prompts(recipe, tasks, renderer, engine.context)
-    measured = SamplingSection(temperature=recipe.evaluation.temperature, max_tokens=recipe.sampling.max_tokens)
+    longest = recipe.sampling.max_tokens
+    measured = SamplingSection(temperature=recipe.evaluation.temperature, max_tokens=longest)
     return Parts(
         recipe=recipe,
         policy=policy,
-        engine=engine,
+        engine=pool or engine,
         tasks=tasks,
         order=TaskOrder(len(tasks), recipe.seed),
         evaluation=evaluation,
-        runner=runner(recipe.sampling),
-        evaluator=runner(measured),
+        runner=runner(recipe.sampling, pool or engine),
+        evaluator=runner(measured, latest),
+        greedy=runner(SamplingSection(temperature=0.0, max_tokens=longest), latest),
         renderer=renderer,
         max_turns=max_turns,
+        pool=pool,
+    )
+
+
+def cross_policy_pool(
+    recipe: Recipe, current: Engine, model: Any, engine_of: Callable[[Any], LocalEngine]
+) -> PolicyPool | None:
+    """The current policy and a snapshot of an older one behind one engine, where the recipe asks for it."""
+    section = recipe.rollout.cross_policy
+    if section is None:
+        return None
+    snapshot = copy.deepcopy(model).requires_grad_(False)
+    return PolicyPool(
+        current,
+        engine_of(snapshot),
+        model,
+        snapshot,
+        seed=recipe.seed,
+        mode=section.mode,
+        stale_share=section.stale_share,
+        refresh_every=section.refresh_every,
     )
 
 

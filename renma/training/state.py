@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from renma.errors import RunError
-from renma.learning.learner import Learner
 from renma.models.policy import Policy, save_policy
 from renma.training.rng import rng_state, set_rng_state
 
 POLICY = "policy"
-LEARNER = "learner.safetensors"
 STATE = "state.json"
+
+
+class Stateful(Protocol):
+    """What goes on exactly where it was, from tensors and plain values: the learner, the critic, a pool of policies."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Progression:
-    """version: training steps done, which is also the weights' version. The data cursor is version * tasks_per_step.
+    """version: training steps done, which is also the weights' version. position: the data cursor, where the next
+    batch begins in the order of tasks.
 
     seconds: time spent so far, over all the run's processes. evaluated: the last version whose evaluation, where one
     was due, is done: an interrupt may come in the middle of one.
     """
 
     version: int = 0
+    position: int = 0
     seconds: float = 0.0
     evaluated: int = 0
 
 
-def write_state(folder: Path, policy: Policy, learner: Learner, progression: Progression) -> None:
-    """Write the whole state into an empty folder (the caller makes it atomic)."""
+def write_state(folder: Path, policy: Policy, states: Mapping[str, Stateful], progression: Progression) -> None:
+    """Write the whole state into an empty folder (the caller makes it atomic); `states` by a name for each."""
     save_policy(policy, folder / POLICY)
-    tensors, scalars = flatten(learner.state_dict())
-    save_file(tensors, folder / LEARNER)
-    state = {"progression": asdict(progression), "learner": scalars, "rng": rng_state()}
+    plain: dict[str, Any] = {}
+    for name, part in states.items():
+        tensors, plain[name] = flatten(part.state_dict())
+        save_file(tensors, folder / f"{name}.safetensors")
+    state = {"progression": asdict(progression), "states": plain, "rng": rng_state()}
     (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -51,10 +62,20 @@ def read_progression(folder: Path) -> Progression:
         ) from error
 
 
-def restore_learner(folder: Path, learner: Learner) -> None:
-    """Optimiser, masters and random generators, as they were. The policy's weights are loaded with the policy."""
+def restore_states(folder: Path, states: Mapping[str, Stateful]) -> None:
+    """Optimisers, masters, random generators, as they were. The policy's weights are loaded with the policy.
+
+    Raises RunError when the checkpoint has not the same parts: the recipe has changed since.
+    """
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    learner.load_state_dict(unflatten(load_file(folder / LEARNER), state["learner"]))
+    saved = state["states"]
+    if set(saved) != set(states):
+        raise RunError(
+            f"the checkpoint {folder} holds the state of {', '.join(sorted(saved))}; this recipe needs "
+            f"{', '.join(sorted(states))}: resume with the algorithm it was trained with"
+        )
+    for name, part in states.items():
+        part.load_state_dict(unflatten(load_file(folder / f"{name}.safetensors"), saved[name]))
     set_rng_state(state["rng"])
 
 

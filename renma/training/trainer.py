@@ -13,27 +13,26 @@ from typing import Any
 from renma.evaluation.evaluate import EvaluationResult, succeeded
 from renma.event_loop import run_to_end
 from renma.learning.learner import Learner
-from renma.learning.scorer import Scorer
-from renma.models.policy import load_policy, save_policy
-from renma.recipe import LearnerSection, PretrainedModel, Recipe
+from renma.recipe import LearnerSection, Recipe
 from renma.recipe_checks import check_recipe, derived_facts
 from renma.recipe_load import dump_recipe, load_recipe
 from renma.rollout.store import TrajectoryStore
 from renma.training.algorithms import resolve
 from renma.training.checkpoints import latest_checkpoint
 from renma.training.cold_start import demonstration_rows, demonstrations, learn_demonstrations, steps_of
+from renma.training.collapse import CollapseWatch
+from renma.training.judges import make_judges
 from renma.training.loop import Loop
-from renma.training.metrics import MetricsLog
+from renma.training.metrics import MetricsLog, read_metrics
 from renma.training.progress import Progress
 from renma.training.records import Records
 from renma.training.rng import seed_all
 from renma.training.run_folder import RunFolder, next_name, write_whole
 from renma.training.setup import Parts, assemble
-from renma.training.state import POLICY, Progression, read_progression, restore_learner
+from renma.training.state import POLICY, Progression, read_progression, restore_states
 from renma.types import Group
 from renma.viewer.report import write_report
 
-REFERENCE = "reference"
 SAMPLES = 3
 
 
@@ -111,19 +110,23 @@ class Trainer:
             store.forget_after(kept)
         facts = [("policy", parts.policy.description), *derived_facts(self.recipe), ("run folder", str(path))]
         self._progress.start(self.recipe.name, facts)
-        return Records(parts, folder, log, store, self._progress, progression.seconds)
+        watch = CollapseWatch.replay(read_metrics(path) if kept is not None else [])
+        return Records(parts, folder, log, store, self._progress, progression.seconds, watch=watch)
 
     async def _run(self, parts: Parts, records: Records, checkpoint: Path | None, progression: Progression) -> None:
         recipe = self.recipe
         if checkpoint is None:
             await self._before(parts, records)
         learner = self._learner(parts, recipe.learner, recipe.training.steps)
-        reference = self._reference(parts)
-        loop = Loop(parts, learner, resolve(recipe.algorithm), records, progression.version, reference)
+        algorithm = resolve(recipe.algorithm)
+        assert self.folder is not None
+        judges = make_judges(recipe, algorithm, parts.policy, learner, self.folder.path)
+        position = progression.position if checkpoint else None
+        loop = Loop(parts, learner, algorithm, records, progression.version, position, judges)
         if checkpoint is None:
-            records.checkpoint(0, learner)
+            records.checkpoint(loop)
         else:
-            restore_learner(checkpoint, learner)
+            restore_states(checkpoint, loop.states)
             records.saved, records.evaluated = progression.version, progression.evaluated
             await parts.engine.load_weights(loop.version)
             await records.evaluate_when_due(loop.version)
@@ -131,7 +134,7 @@ class Trainer:
         try:
             await loop.run()
         except (asyncio.CancelledError, KeyboardInterrupt):
-            records.checkpoint(loop.version, learner)
+            records.checkpoint(loop)
             raise
         results = await records.evaluate(loop.version, "after")
         self._finish(records, results)
@@ -141,7 +144,7 @@ class Trainer:
         await parts.engine.load_weights(0)
         await records.evaluate(0, "before")
         section = self.recipe.cold_start
-        if section is None:
+        if section is None or not section.demonstrations:
             return
         groups = await demonstrations(parts)
         records.store.append(0, groups, None, phase="demonstrations")
@@ -168,24 +171,6 @@ class Trainer:
             temperature=self.recipe.sampling.temperature if temperature is None else temperature,
             compute_dtype=policy.compute_dtype,
             total_steps=steps,
-        )
-
-    def _reference(self, parts: Parts) -> Scorer | None:
-        """The starting policy, kept beside the run so that a resumed run has the same one."""
-        recipe = self.recipe
-        if not resolve(recipe.algorithm).kl:
-            return None
-        assert self.folder is not None
-        kept = self.folder.path / REFERENCE
-        if not kept.exists():
-            save_policy(parts.policy, kept)
-        model = PretrainedModel(source=str(kept), dtype=recipe.model.dtype, device=recipe.model.device)
-        return Scorer(
-            load_policy(model).model.requires_grad_(False),
-            output_ids=parts.policy.output_ids,
-            temperature=recipe.sampling.temperature,
-            max_positions=recipe.learner.max_positions,
-            logit_chunk=recipe.learner.logit_chunk,
         )
 
     def _finish(self, records: Records, results: Sequence[EvaluationResult]) -> None:

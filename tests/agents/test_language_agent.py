@@ -12,9 +12,11 @@ from renma.agents.parsers.json_tags import JsonTagsParser
 from renma.agents.parsers.plain import PlainParser
 from renma.agents.renderers.chat import ChatRenderer
 from renma.agents.renderers.plain import PlainRenderer
+from renma.environments.base import Environment
 from renma.errors import ContextOverflow
 from renma.inference.base import SamplingParams
-from renma.types import Message, Observation, Step
+from renma.rollout.episode import EpisodeRules, run_episode
+from renma.types import Message, Observation, Step, StepResult, Task
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "a + b", "parameters": {}}}]
 
@@ -179,3 +181,63 @@ def test_an_engine_error_leaves_the_agent_as_it_was(tokenizer, scripted):
     engine.script = [[300]]
     (turn,) = play(agent, Observation.of("q"))
     assert tokenizer.decode(turn.prompt_ids) == "Question: q\n" and len(agent.messages) == 2
+
+
+class Asking(Environment):
+    """Never ends by itself; cuts the episode at `cut` steps where that is given."""
+
+    max_turns = 9
+
+    def __init__(self, cut=None):
+        self.n, self.cut = 0, cut
+
+    def reset(self, task):
+        return task.prompt
+
+    def step(self, action):
+        self.n += 1
+        seen = Observation((Message("tool", f"r{self.n}"), Message("user", "and?" * self.n)))
+        return StepResult(seen, truncated=self.n == self.cut)
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml append", "chatml rerender", "strips_thinking rerender"])
+@pytest.mark.parametrize("limit", ["turns", "environment", "context"])
+def test_the_next_prompt_is_what_the_policy_would_have_seen(tokenizer, template, scripted, name, limit):
+    if name == "plain":
+        renderer = PlainRenderer(tokenizer)
+    else:
+        text, history = name.split()
+        renderer = ChatRenderer(tokenizer, chat_template=template(text), history=history)
+    end = renderer.stop_ids[0]
+    script = [[300, end], [*tokenizer.encode("<think>hm</think>yes", add_special_tokens=False), end], [301, 302], [303]]
+
+    def episode(rules, cut=None, context=4096):
+        def agent(task, member, tools):
+            return agent_of(scripted(script), tokenizer, renderer, JsonTagsParser(), context=context)
+
+        return asyncio.run(run_episode(Task("t", "q?"), 0, lambda: Asking(cut), agent, rules))
+
+    whole = episode(EpisodeRules(max_turns=4))
+    following = whole.steps[3].prompt_ids
+    room = len(following)
+    short = {
+        "turns": lambda: episode(EpisodeRules(max_turns=3)),
+        "environment": lambda: episode(EpisodeRules(), cut=3),
+        "context": lambda: episode(EpisodeRules(max_turns=4), context=room),
+    }[limit]()
+    assert (short.status, short.stop_reason) == ("truncated", "context" if limit == "context" else "step_limit")
+    assert len(short.steps) == 3
+    assert short.next_prompt_ids.dtype == np.int32 and short.next_prompt_ids.tolist() == following.tolist()
+
+
+def test_looking_ahead_changes_nothing(tokenizer, scripted):
+    renderer = PlainRenderer(tokenizer)
+    engine = scripted([renderer.encode_action("a\n"), renderer.encode_action("b\n")])
+    agent = agent_of(engine, tokenizer, renderer, PlainParser())
+    for observation in (Observation.of("q"), Observation.of("r", "tool")):
+        other, before = agent.next_prompt(Observation.of("something else")), agent.messages
+        expected = agent.next_prompt(observation)
+        assert agent.messages == before and expected != other
+        (turn,) = play(agent, observation)
+        assert turn.prompt_ids.tolist() == expected
+    assert len(engine.prompts) == 2

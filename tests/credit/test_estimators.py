@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from renma.credit import ESTIMATORS, group_signal, usable_groups
+from renma.credit import ESTIMATORS, Evidence, credit, group_signal, usable_groups
 from renma.credit.group_relative import dr_grpo, grpo, per_component, rloo
 from renma.credit.returns import reinforce
 from renma.errors import RecipeError, RunError
@@ -51,7 +51,7 @@ def group(*returns, **options) -> Group:
 
 def per_member(estimator, one: Group) -> list[float]:
     """One value per member; checks that it is the same on all its tokens."""
-    rows = estimator([one])[0]
+    rows = credit(estimator, [one]).advantages[0]
     assert [len(row) for row in rows] == [t.sampled_tokens for t in one.trainable]
     assert all(row.dtype == np.float32 and len(set(row.tolist())) == 1 for row in rows)
     return [float(row[0]) for row in rows]
@@ -136,7 +136,7 @@ def test_case_2_18_leave_one_out_equals_the_loop(sizes):
         with pytest.raises(RecipeError):
             rloo()(groups)
         return
-    for one, rows in zip(groups, rloo()(groups), strict=True):
+    for one, rows in zip(groups, rloo()(groups).advantages, strict=True):
         r = [t.ret for t in one.trajectories]
         expected = [r[i] - sum(r[:i] + r[i + 1 :]) / (len(r) - 1) for i in range(len(r))]
         assert [float(row[0]) for row in rows] == pytest.approx(expected, abs=1e-6)
@@ -196,7 +196,7 @@ def test_failed_members_enter_no_statistic(name, values, wrong):
 def test_groups_do_not_touch_each_other(many):
     groups = [group(*values) for values in many]
     for name in RELATIVE:
-        together = ALL[name](groups)
+        together = ALL[name](groups).advantages
         for one, rows in zip(groups, together, strict=True):
             assert [float(row[0]) for row in rows] == per_member(ALL[name], one)
 
@@ -235,8 +235,8 @@ def test_truncated_members_stay_in_the_statistics():
 def test_a_group_in_which_everything_failed():
     one = group(1.0, 0.0, status="failed")
     for estimator in ALL.values():
-        assert estimator([one]) == [[]]
-        assert estimator([]) == []
+        assert estimator([one]).advantages == [[]]
+        assert estimator([]).advantages == []
     assert group_signal([one]) == {"groups_used": 0.0, "groups_dropped": 1.0}
 
 
@@ -278,7 +278,9 @@ def test_every_registered_estimator_is_made_from_a_recipe_component():
     for name in ESTIMATORS:
         made = build(ESTIMATORS, Component(type=name), "algorithm.advantage")
         assert made.name == name
-        assert made([group(1.0, 0.0)])[0][0].shape == (3,)
+        halves = [[np.full(3, 0.5, np.float32)] * 2]
+        evidence = Evidence(values=halves, final=[[0.0, 0.0]], greedy=[0.5], teacher=halves)
+        assert credit(made, [group(1.0, 0.0)], evidence).advantages[0][0].shape == (3,)
     with pytest.raises(RecipeError, match=r"algorithm.advantage.sdt: 'grpo' has no option 'sdt'; did you mean 'std'"):
         build(ESTIMATORS, Component(type="grpo", sdt=False), "algorithm.advantage")
     with pytest.raises(RecipeError, match=r"algorithm.advantage.baseline"):

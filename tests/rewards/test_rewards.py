@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from renma.errors import RecipeError
 from renma.recipe import Component
 from renma.rewards import REWARDS
-from renma.rewards.base import NamedReward, RewardError, average, build_rewards, combine, combine_rows
-from renma.rewards.outcome import AnswerNumber, Format, Success, Turns
+from renma.rewards.base import Judgement, NamedReward, RewardError, average, build_rewards, combine, combine_rows
+from renma.rewards.outcome import AnswerNumber, Format, Overlong, Success, Turns
 from renma.types import Action, Step, Task, ToolCall, Trajectory
 
 CALL = Action("", (ToolCall("calc", {"expression": "1+1"}),))
@@ -36,6 +37,10 @@ def row(values: list[float | None], name: str) -> NamedReward:
 
 
 def rows(rewards: Sequence[NamedReward], members: int) -> list[dict[str, float]]:
+    return [one.outcome for one in judgements(rewards, members)]
+
+
+def judgements(rewards: Sequence[NamedReward], members: int) -> list[Judgement]:
     return asyncio.run(combine_rows(rewards, [trajectory(member=m) for m in range(members)]))
 
 
@@ -66,11 +71,12 @@ def test_weights_multiply_and_async_rewards_are_awaited() -> None:
         return 3.0
 
     made = asyncio.run(combine([NamedReward("slow", slow, 0.5), NamedReward("on", lambda _: True, -2)], trajectory()))
-    assert made == {"slow": 1.5, "on": -2.0}
-    assert asyncio.run(combine([], trajectory())) == {}
+    assert made.outcome == {"slow": 1.5, "on": -2.0}
+    assert made.steps == ({}, {})
+    assert asyncio.run(combine([], trajectory())) == Judgement({}, ({}, {}))
 
 
-@pytest.mark.parametrize("value", ["yes", math.inf, [1.0]])
+@pytest.mark.parametrize("value", ["yes", math.inf, [1.0], {"a": 1.0}, [1.0, "two"], [[1.0, 2.0], 1.0]])
 def test_what_is_no_finite_number_is_an_error(value: Any) -> None:
     with pytest.raises(RewardError, match="'odd' gave"):
         asyncio.run(combine([NamedReward("odd", lambda _: value)], trajectory()))
@@ -111,6 +117,55 @@ def test_turns_cost_past_the_free_ones() -> None:
         Turns(cost=-1)
 
 
+@pytest.mark.parametrize(("tokens", "penalty"), [(0, 0.0), (6, 0.0), (7, -0.125), (8, -0.25), (10, -0.5), (30, -0.5)])
+def test_overlong_falls_in_the_buffer_before_the_limit_and_no_further(tokens: int, penalty: float) -> None:
+    reward = Overlong(limit=10, buffer=4, factor=0.5)
+    one = trajectory([Action("")] * tokens)
+    assert one.sampled_tokens == tokens
+    assert reward(one) == pytest.approx(penalty)
+    limit, buffer = 10, 4
+    assert reward(one) == pytest.approx(max(-0.5, min(0, -0.5 * (tokens - (limit - buffer)) / buffer)))
+
+
+@pytest.mark.parametrize("options", [{"limit": 4, "buffer": 5}, {"limit": 4, "buffer": 0}, {"factor": -1}])
+def test_overlong_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="overlong"):
+        Overlong(**({"limit": 10, "buffer": 4} | options))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda values: np.array(values, np.float64), torch.tensor])
+def test_case_10_7_one_number_a_step_lands_on_its_step(kind: Any) -> None:
+    whole, parts = NamedReward("whole", lambda _: 5.0), NamedReward("parts", lambda _: kind([1.0, 2.0]), -0.5)
+    one = trajectory()
+    made = asyncio.run(combine([whole, parts], one))
+    assert (made.outcome, made.steps) == ({"whole": 5.0}, ({"parts": -0.5}, {"parts": -1.0}))
+    scored = made.on(one)
+    assert scored.step_rewards == [-0.5, 4.0]
+    assert scored.ret == 3.5
+
+
+def test_case_2_12_a_step_without_an_opinion_has_no_component() -> None:
+    parts = NamedReward("parts", lambda _: [None, 2.0])
+    assert asyncio.run(combine([parts], trajectory())).steps == ({}, {"parts": 2.0})
+    mute = NamedReward("mute", lambda _: [None, math.nan])
+    with pytest.raises(RewardError, match=r"every reward \(mute\) abstained on task 't' member 0"):
+        asyncio.run(combine([mute], trajectory()))
+    assert asyncio.run(combine([mute, parts], trajectory())).steps == ({}, {"parts": 2.0})
+
+
+def test_case_2_12_where_nothing_was_sampled_there_is_nothing_to_judge() -> None:
+    empty = trajectory([], status="truncated", stop_reason="context")
+    assert asyncio.run(combine([NamedReward("mute", lambda _: None)], empty)) == Judgement({}, ())
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0, 3.0]])
+def test_a_wrong_number_of_steps_names_the_reward_and_the_row(values: list[float]) -> None:
+    wrong = NamedReward("parts", lambda _: values)
+    message = rf"reward 'parts' gave {len(values)} numbers for the 2 steps of task 't' member 3"
+    with pytest.raises(RewardError, match=message):
+        asyncio.run(combine([wrong], trajectory(member=3)))
+
+
 def bonus(one: Trajectory, *, size: float = 1.0) -> float:
     return size * len(one.steps)
 
@@ -125,15 +180,15 @@ def test_rewards_are_built_from_a_recipe() -> None:
     )
     assert [(one.name, one.weight) for one in made] == [("success", 2.0), ("brevity", 1.0), ("again", 1.0)]
     given = asyncio.run(combine(made, trajectory(success=True)))
-    assert given == {"success": 2.0, "brevity": -0.5, "again": 1.0}
-    assert list(REWARDS) == ["answer_number", "format", "success", "turns"]
+    assert given.outcome == {"success": 2.0, "brevity": -0.5, "again": 1.0}
+    assert {"answer_number", "format", "overlong", "success", "turns"} < set(REWARDS)
     assert all(callable(REWARDS[name]) for name in REWARDS)
 
 
 def test_a_function_is_a_reward_and_its_other_parameters_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REWARDS._entries, "bonus", bonus)
     made = build_rewards([Component(type="bonus", size=0.25)])  # type: ignore[call-arg]
-    assert asyncio.run(combine(made, trajectory())) == {"bonus": 0.5}
+    assert asyncio.run(combine(made, trajectory())).outcome == {"bonus": 0.5}
 
 
 @pytest.mark.parametrize(

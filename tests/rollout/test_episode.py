@@ -185,3 +185,44 @@ def test_case_9_6_plain_user_code_runs_in_this_process() -> None:
 
     run(lambda: Looking(1))
     assert seen == [os.getpid()]
+
+
+class Foreseeing(Talker):
+    """Would be shown [7, turns so far]."""
+
+    def next_prompt(self, observation: Observation) -> list[int]:
+        assert observation.messages[0].text == "go on"
+        return [7, self.turns]
+
+
+def test_where_a_limit_cuts_the_next_prompt_is_kept() -> None:
+    class Cutting(Counting):
+        def step(self, action: Action) -> StepResult:
+            return StepResult("go on", truncated=super().step(action).terminated)
+
+    for t in (
+        run(lambda: Counting(50), agent=Foreseeing(), rules=EpisodeRules(max_turns=3)),
+        run(lambda: Cutting(3), agent=Foreseeing()),
+        run(lambda: Counting(50), agent=Foreseeing(room=3)),
+    ):
+        assert t.status == "truncated" and t.next_prompt_ids is not None
+        assert t.next_prompt_ids.dtype == np.int32 and t.next_prompt_ids.tolist() == [7, 3]
+    cut = run(lambda: Counting(2, won=False), agent=Foreseeing(stop="length"))
+    assert cut.stop_reason == "length" and cut.next_prompt_ids is not None
+    assert cut.next_prompt_ids.tolist() == [1, 2, 3, 5, 6], "it would have gone on writing"
+
+
+def test_an_episode_that_ended_or_failed_or_cannot_look_ahead_has_no_next_prompt() -> None:
+    class Confused(Foreseeing):
+        def next_prompt(self, observation: Observation) -> list[int]:
+            raise LookupError("no such template")
+
+    for t in (
+        run(lambda: Counting(2), agent=Foreseeing()),
+        run(lambda: Counting(2, won=False), agent=Foreseeing()),
+        run(lambda: Counting(2, fail_at="step"), agent=Foreseeing(), rules=EpisodeRules(max_turns=2, retries=0)),
+        run(lambda: Counting(50), agent=Talker(), rules=EpisodeRules(max_turns=3)),
+    ):
+        assert t.next_prompt_ids is None
+    t = run(lambda: Counting(50), agent=Confused(), rules=EpisodeRules(max_turns=3))
+    assert (t.status, t.stop_reason, t.error) == ("failed", "engine_error", "LookupError: no such template")

@@ -146,3 +146,28 @@ def test_a_reward_that_raises_fails_its_trajectory_only() -> None:
 def test_case_2_12_rewards_that_all_abstain_are_an_error_that_names_the_row() -> None:
     with pytest.raises(RewardError, match=r"task '0' member 0"):
         run(rewards=(NamedReward("mute", lambda t: None),))
+
+
+def test_case_10_7_process_rewards_take_the_place_of_the_steps_own() -> None:
+    class TwoSteps(OneStep):
+        async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+            return StepResult(reward=1.0, info={"success": False})
+
+    rewards = (NamedReward("grade", lambda t: [0.25, None], 2.0), NamedReward("whole", lambda t: 1.0))
+    groups = run(make=TwoSteps, rewards=rewards)
+    for trajectory in (t for g in groups for t in g.trajectories):
+        assert [dict(step.reward) for step in trajectory.steps] == [{"grade": 0.5}, {}]
+        assert trajectory.step_rewards == [0.5, 1.0]
+        assert trajectory.reward_seconds > 0
+
+
+def test_of_one_step_an_outcome_and_a_process_reward_are_the_same() -> None:
+    whole = run(rewards=(NamedReward("one", lambda t: 0.7),))
+    steps = run(rewards=(NamedReward("one", lambda t: [0.7]),))
+    for a, b in zip(whole, steps, strict=True):
+        assert [t.step_rewards for t in a.trajectories] == [t.step_rewards for t in b.trajectories] == [[0.7]] * 4
+
+
+def test_process_rewards_of_the_wrong_length_stop_the_run() -> None:
+    with pytest.raises(RewardError, match=r"'grade' gave 2 numbers for the 1 steps of task '0' member 0"):
+        run(rewards=(NamedReward("grade", lambda t: [1.0, 2.0]),))

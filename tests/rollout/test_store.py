@@ -11,6 +11,7 @@ from typing import Any
 
 import duckdb
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,10 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
+def _int32(ids: list[int]) -> Any:
+    return np.array(ids, dtype=np.int32)
+
+
 tasks = st.builds(
     Task, id=any_text, prompt=any_text, answer=values, family=any_text, data=st.dictionaries(any_text, values)
 )
@@ -91,6 +96,7 @@ def groups(draw: st.DrawFn) -> Group:
             seed=draw(st.integers(0, 2**63 - 1)),
             error=draw(st.none() | any_text),
             attempts=draw(st.integers(1, 3)),
+            next_prompt_ids=draw(st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=4).map(_int32)),
             seconds=draw(st.floats(0, 1e6)),
             reward_seconds=draw(st.floats(0, 1e6)),
         )
@@ -202,6 +208,18 @@ def test_hostile_text_stays_readable_and_exact(tmp_path: Path) -> None:
     (shown,) = duckdb.sql(f"select raw from '{tmp_path}/*.parquet'").fetchall()
     assert shown[0].startswith("half a pair \ufffd")
     assert read_trajectories(tmp_path)[0].steps[0].action.raw == raw
+
+
+def test_the_next_prompt_is_stored_once_and_older_files_have_none(tmp_path: Path) -> None:
+    cut = one_group(steps=3, members=1, status="truncated", next_prompt_ids=np.array([4, 5], np.int32))
+    with TrajectoryStore(tmp_path) as store:
+        store.append(1, [cut])
+    (file,) = tmp_path.glob("*.parquet")
+    query = f"select next_prompt_ids from '{file}' order by turn"
+    assert duckdb.sql(query).fetchall() == [(None,), (None,), ([4, 5],)]
+    table = pq.read_table(file)
+    pq.write_table(table.drop_columns(["next_prompt_ids"]), file)
+    assert read_trajectories(tmp_path)[0].next_prompt_ids is None
 
 
 def test_a_trajectory_without_steps_is_kept(tmp_path: Path) -> None:

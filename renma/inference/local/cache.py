@@ -3,6 +3,9 @@
 A buffer has shape [slots, kv_heads, capacity, head_dim]. Full buffers are kept for sliding-window layers too: the
 window is in the mask, so that a cached prefix serves whatever comes after it. Capacity doubles when a longer sequence
 comes; a model with a context of 128k tokens does not pay for it in a run of short episodes.
+
+The experts that a mixture-of-experts model chose lie beside them, where they are recorded: they go wherever the keys
+and values of a position go, so that a reused prefix brings its routes along.
 """
 
 from __future__ import annotations
@@ -81,7 +84,10 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A transformers `Cache` whose batch rows are the engine's slots; it also moves and copies slots."""
+    """A transformers `Cache` whose batch rows are the engine's slots; it also moves and copies slots.
+
+    routes [slots, expert layers, capacity, k] int16: the experts of each position; None while none are recorded.
+    """
 
     placement: Placement
 
@@ -89,6 +95,7 @@ class SlotCache(Cache):
         self.slots = slots
         self.context = context
         self.capacity = min(context, FIRST_CAPACITY)
+        self.routes: Tensor | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
     def reserve(self, length: int) -> None:
@@ -96,31 +103,56 @@ class SlotCache(Cache):
         if length <= self.capacity:
             return
         old, self.capacity = self.capacity, min(self.context, max(length, 2 * self.capacity))
+
+        def grown(buffer: Tensor) -> Tensor:
+            larger = buffer.new_zeros(*buffer.shape[:2], self.capacity, buffer.shape[3])
+            larger[:, :, :old] = buffer
+            return larger
+
         for layer in self._initialized():
-            for name in ("keys", "values"):
-                buffer: Tensor = getattr(layer, name)
-                grown = buffer.new_zeros(*buffer.shape[:2], self.capacity, buffer.shape[3])
-                grown[:, :, :old] = buffer
-                setattr(layer, name, grown)
+            layer.keys, layer.values = grown(layer.keys), grown(layer.values)
+        if self.routes is not None:
+            self.routes = grown(self.routes)
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchange two slots, whose first `length` positions hold something."""
-        for layer in self._initialized():
-            for buffer in (layer.keys, layer.values):
-                kept = buffer[one, :, :length].clone()
-                buffer[one, :, :length] = buffer[other, :, :length]
-                buffer[other, :, :length] = kept
+        for buffer in self._buffers():
+            kept = buffer[one, :, :length].clone()
+            buffer[one, :, :length] = buffer[other, :, :length]
+            buffer[other, :, :length] = kept
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Copy positions [start, end) of slot `source` to slot `target`."""
-        for layer in self._initialized():
-            for buffer in (layer.keys, layer.values):
-                buffer[target, :, start:end] = buffer[source, :, start:end]
+        for buffer in self._buffers():
+            buffer[target, :, start:end] = buffer[source, :, start:end]
+
+    def record(self, chosen: Tensor) -> None:
+        """Keep the experts chosen, [positions of the last forward, expert layers, k], where it wrote its keys."""
+        place = self.placement
+        if self.routes is None:
+            self.routes = torch.zeros(
+                (self.slots, chosen.shape[1], self.capacity, chosen.shape[2]), dtype=torch.int16, device=chosen.device
+            )
+        new = chosen.to(torch.int16)
+        if place.batch_from is not None:
+            rows = len(place.rows) if isinstance(place.rows, Tensor) else place.rows[1] - place.rows[0]
+            new = new.unflatten(0, (rows, -1))[place.batch_from, place.query_from]
+        self.routes[place.rows_to, :, place.positions_to] = new
+
+    def recorded(self, slot: int, length: int) -> Tensor | None:
+        """[length, expert layers, k] the experts of a slot's first positions; None where none are recorded."""
+        return None if self.routes is None else self.routes[slot, :, :length].transpose(0, 1)
 
     def release(self) -> None:
         """Give the memory back; the next forward allocates anew."""
         self.capacity = min(self.context, FIRST_CAPACITY)
         self.layers = [SlotLayer(self) for _ in self.layers]
+        self.routes = None
+
+    def _buffers(self) -> list[Tensor]:
+        """Everything that is kept for each position: [slots, ·, capacity, ·] each."""
+        buffers = [buffer for layer in self._initialized() for buffer in (layer.keys, layer.values)]
+        return buffers if self.routes is None else [*buffers, self.routes]
 
     def _initialized(self) -> list[SlotLayer]:
         return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]

@@ -35,10 +35,12 @@ class LocalEngine:
     the order of keys; batches, and with them the last bits of the logits, then do not depend on timing. Without open
     episodes it runs whatever waits. Whoever runs episodes must open the next before closing the last, in one go, and
     must not open one that cannot send its requests yet: the engine would wait for it.
+    record_routing: give with each sample the experts that a mixture-of-experts model chose, for the learner to replay;
+    a dense model has none, at no cost. What is sampled does not depend on it.
 
     Requests run in rounds inside the event loop: one forward for new prompts, one for all running requests together.
-    When weights change under a running request, it goes on: its keys and values are computed anew and later tokens
-    carry the new version.
+    When weights change under a running request, it goes on: its keys and values are computed anew, with the experts
+    that the new weights choose, and later tokens carry the new version.
 
     `stats` counts, since the start: prompt_positions (of admitted prompts), of which reused_positions were cached or
     shared and computed_positions went through the model; recomputed_positions (running requests, after new weights);
@@ -56,6 +58,7 @@ class LocalEngine:
         slots: int = 64,
         context: int | None = None,
         deterministic: bool = True,
+        record_routing: bool = False,
     ) -> None:
         config = causal_lm(model).config.get_text_config()
         longest: int | None = getattr(config, "max_position_embeddings", None)
@@ -83,7 +86,7 @@ class LocalEngine:
         )
         self._tokenizer = tokenizer
         self._vocabulary: int = config.vocab_size
-        self._policy = SlotPolicy(model, slots, self.context, output_ids)
+        self._policy = SlotPolicy(model, slots, self.context, output_ids, record_routing)
         self._slots = Slots(slots, self.context, self._policy.cache)
         self._output_ids = None if output_ids is None else output_ids.cpu().numpy().astype(np.int64)
         self._stoppers: dict[tuple[str, ...], StopStrings] = {}

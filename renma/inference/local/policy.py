@@ -17,6 +17,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from renma.errors import ModelError
 from renma.inference.local.cache import Placement, SlotCache, index
 from renma.inference.local.head import OutputHead
+from renma.learning.attention_sink import SINKS
+from renma.models.experts import Routers
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -24,11 +26,16 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class SlotPolicy:
     """A causal LM and the keys and values of its slots. The module is the learner's own: nothing of it is copied.
 
+    record_routing: keep the experts that a mixture-of-experts model chooses at each position; a dense one chooses none.
+
     Raises ModelError for a model whose attention it cannot drive: recurrent layers, chunked attention, an attention
-    implementation that takes no explicit mask, position embeddings that take no explicit positions.
+    implementation that takes no explicit mask, position embeddings that take no explicit positions; or one whose
+    experts are to be recorded and whose routers are unknown.
     """
 
-    def __init__(self, model: nn.Module, slots: int, context: int, output_ids: Tensor | None) -> None:
+    def __init__(
+        self, model: nn.Module, slots: int, context: int, output_ids: Tensor | None, record_routing: bool = False
+    ) -> None:
         self.outer = model
         self.model = causal_lm(model)
         self.base: nn.Module = self.model.base_model
@@ -36,7 +43,7 @@ class SlotPolicy:
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()
         name = type(self.model).__name__
-        if config._attn_implementation not in ("sdpa", "eager"):
+        if config._attn_implementation not in ("sdpa", "eager", SINKS):
             raise ModelError(
                 f"model {name} uses attention {config._attn_implementation!r}, which takes no explicit mask: "
                 "load it with attn_implementation='sdpa' or 'eager'"
@@ -61,6 +68,7 @@ class SlotPolicy:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self.cache = SlotCache(len(types), slots, context)
+        self.routers = Routers.of(self.model) if record_routing else None
         self.head = OutputHead(self.model, None if output_ids is None else output_ids.to(self.device))
         self._low = torch.tensor(torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
@@ -139,6 +147,14 @@ class SlotPolicy:
             self._cache_name: self.cache,
             "use_cache": True,
         }
+        if self.routers is None:
+            return self._run(inputs)
+        with self.routers.recording() as chosen:
+            features = self._run(inputs)
+        self.cache.record(chosen())
+        return features
+
+    def _run(self, inputs: dict[str, Any]) -> Tensor:
         if not self._whole:
             hidden: Tensor = self.base(**inputs).last_hidden_state
             return hidden[:, -1]

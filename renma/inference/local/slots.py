@@ -15,7 +15,7 @@ from renma.inference.base import Sample, SamplingParams
 from renma.inference.local.cache import SlotCache
 from renma.inference.local.sampler import Drawing, uniforms
 from renma.inference.local.stopping import StopStrings
-from renma.types import SampleStop
+from renma.types import Routing, SampleStop
 
 
 @dataclass(slots=True, eq=False)
@@ -96,9 +96,22 @@ class Slots:
         """End the request in `row` and answer it with what was sampled."""
         span = slice(int(self.start[row]), int(self.total[row]))
         sample = Sample(
-            self.tokens[row, span].copy(), self.logprobs[row, span].copy(), self.versions[row, span].copy(), reason
+            self.tokens[row, span].copy(),
+            self.logprobs[row, span].copy(),
+            self.versions[row, span].copy(),
+            reason,
+            self._routing(row),
         )
         self.vacate(row).settle(sample)
+
+    def _routing(self, row: int) -> Routing | None:
+        """[total, layers, k] the experts chosen in slot `row`, -1 where nothing is computed; None: not recorded."""
+        recorded = self.cache.recorded(row, int(self.cached[row]))
+        if recorded is None:
+            return None
+        routing = np.full((int(self.total[row]), *recorded.shape[1:]), -1, np.int16)
+        routing[: len(recorded)] = recorded.cpu().numpy()
+        return routing
 
     def append(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int

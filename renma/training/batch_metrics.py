@@ -1,0 +1,60 @@
+"""The numbers that describe a batch: success, returns, reward parts, lengths, endings, failures, staleness."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from renma.credit import group_signal
+from renma.evaluation.evaluate import succeeded
+from renma.training.batch import Batch, Sampled
+from renma.training.collapse import repeated_actions_share
+from renma.types import Group
+
+
+def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, float]:
+    """The batch's own metrics, flat; a number that nothing can be computed from is left out."""
+    groups = sampled.groups
+    everyone = [t for group in groups for t in group.trajectories]
+    usable = [t for t in everyone if t.trainable]
+    numbers: dict[str, float] = {"trajectories": float(len(everyone)), "groups": float(len(groups))}
+    if sampled.refills:
+        numbers["refills"] = float(sampled.refills)
+    failed = Counter(str(t.stop_reason) for t in everyone if t.status == "failed")
+    numbers |= {f"failed/{reason}": float(count) for reason, count in failed.items()}
+    numbers |= {f"dropped_groups/{reason}": float(count) for reason, count in batch.dropped.items()}
+    if not usable:
+        return numbers
+    returns = np.array([t.ret for t in usable], dtype=np.float64)
+    parts: dict[str, list[float]] = {}
+    for t in usable:
+        sums: Counter[str] = Counter()
+        for rewards in (t.rewards, *(step.reward for step in t.steps)):
+            for name, value in rewards.items():
+                sums[name] += value  # type: ignore[assignment]
+        for name in sums:
+            parts.setdefault(name, []).append(float(sums[name]))
+    first_actions = [len({t.steps[0].action.raw for t in group.trainable}) for group in groups if group.trainable]
+    numbers |= {
+        "success": float(np.mean([succeeded(t) for t in usable])),
+        "return_mean": float(returns.mean()),
+        "return_std": float(returns.std()),
+        "turns": float(np.mean([len(t.steps) for t in usable])),
+        "action_tokens": float(np.mean([t.sampled_tokens for t in usable])),
+        "truncated_share": float(np.mean([t.status == "truncated" for t in usable])),
+        "distinct_first_actions": float(np.mean(first_actions)),
+        "repeated_actions_share": repeated_actions_share(groups),
+        "staleness_mean": float(np.mean([version - t.oldest_version for t in usable])),
+        "staleness_max": float(max(version - t.oldest_version for t in usable)),
+    }
+    for name, values in parts.items():
+        numbers[f"reward/{name}"] = float(np.sum(values) / len(usable))
+    return numbers | group_signal(batch.groups) | {f"credit/{k}": v for k, v in batch.credit.metrics.items()}
+
+
+def solve_rate(groups: Sequence[Group]) -> float:
+    """The share of usable trajectories that solved their task; 0 when there are none."""
+    usable = [succeeded(t) for group in groups for t in group.trainable]
+    return float(np.mean(usable)) if usable else 0.0
