@@ -214,7 +214,7 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"Forward and backward of the quickstart's model: {model:.0f} s, {arguments.trajectories / len(rows):.0f} times "
+        f"Forward and backward of the quickstart's model: {model:.0f} s, {arguments.trajectories / len(rows):.0f} x "
         f"the {medians['model']['slice']:.2f} s of {len(rows)} rows; {torch.get_num_threads()} threads."
     )
     if arguments.save:

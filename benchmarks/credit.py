@@ -1,5 +1,6 @@
 """Which credit learns a long-horizon task fastest: algorithms x horizons x seeds at equal environment steps.
 
+    python benchmarks/credit.py --out credit.json --tune               # first: learning rates, with a seed of their own
     python benchmarks/credit.py --out credit.json                      # the whole table; goes on where it stopped
     python benchmarks/credit.py --out credit.json --horizons 4 --algorithms grpo steppo --seeds 2
     python benchmarks/credit.py --out credit.json --table              # print what is there
@@ -7,9 +8,9 @@
 The task is the corridor of corridor.py: delayed reward, four-token actions, repeated states. Every run of one seed
 starts from one policy, cold-started on demonstrations of all horizons by someone who knows two signs of three, and may
 use `STEPS_PER_DOOR` environment steps for each door, those of refills and discarded groups included. All share one
-recipe (tiny_runs.py); the learning rate is each algorithm's best of `RATES` at 8 doors with the seed `TUNING_SEED`,
-which is not among those reported (`--tune`; `RATE` holds what it found). Success is measured at temperature 1, as the
-policy was trained, on the same corridors for all.
+recipe (tiny_runs.py) but for the learning rate: each algorithm's best of `RATES` at `TUNING_DOORS` doors with
+`TUNING_SEED`, which is not among the seeds reported; `RATE` where the file has no tuning. Success is measured at
+temperature 1, as the policy was trained, on the same corridors for all.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from benchmarks.tiny_runs import STEPS_PER_DOOR, Results, one_core, run, startin
 from renma.evaluation.statistics import estimate_mean, sign_flip
 
 HORIZONS = (4, 8, 16)
-TUNING_SEED = 100
-RATES = (5e-4, 1e-3, 2e-3)
+TUNING_SEED, TUNING_DOORS = 100, 8
+RATES = (1e-3, 2e-3, 4e-3)
+RATE = 2e-3
 
 
 def _token(gamma: float, lam: float = 0.95) -> dict[str, Any]:
@@ -55,7 +57,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     # StepPO's estimator with PPO's loss: what of the difference is the credit's, and what the ratio's
     "steppo-clip": {**_step(0.99), "preset": "ppo"},
 }
-RATE: dict[str, float] = dict.fromkeys(ALGORITHMS, 1e-3)
 LEVEL = {"step": ("steppo", "gigpo"), "token": ("ppo-token", "ppo-token-1"), "trajectory": ("grpo", "rloo", "dapo")}
 
 
@@ -70,14 +71,12 @@ def one_run(
 
 def measure(arguments: argparse.Namespace, results: Results, console: Console) -> None:
     """Every run that is asked for and not there yet, one after the other."""
-    seeds = [TUNING_SEED] if arguments.tune else range(arguments.seeds)
-    rates = RATES if arguments.tune else (None,)
     plan = [
-        (doors, name, seed, rate or RATE[name])
-        for seed in seeds
-        for doors in arguments.horizons
+        (doors, name, seed, rate)
+        for seed in ([TUNING_SEED] if arguments.tune else range(arguments.seeds))
+        for doors in ([TUNING_DOORS] if arguments.tune else arguments.horizons)
         for name in arguments.algorithms
-        for rate in rates
+        for rate in (RATES if arguments.tune else [rate_of(name, results)])
     ]
     left = [entry for entry in plan if _key(*entry) not in results.runs]
     if len(left) < len(plan):
@@ -99,6 +98,8 @@ def measure(arguments: argparse.Namespace, results: Results, console: Console) -
                 f"{doors:>2} doors  {name:<15} seed {seed}  rate {rate:g}  success {result['start']:.2f} -> "
                 f"{result['success']:.2f}  area {result['area']:.2f}  {time.perf_counter() - started:.0f} s"
             )
+            if result["ended"]:
+                console.print(f"   ended after {result['environment_steps']} environment steps: {result['ended']}")
             progress.advance(whole)
 
 
@@ -106,13 +107,29 @@ def _key(doors: int, name: str, seed: int, rate: float) -> str:
     return f"{doors}/{name}/{seed}/{rate:g}"
 
 
+def tuned(results: Results) -> dict[str, dict[float, float]]:
+    """For each algorithm, the area of each learning rate that was tried with the tuning seed."""
+    areas: dict[str, dict[float, float]] = {}
+    for r in results.runs.values():
+        if r["seed"] == TUNING_SEED and r["doors"] == TUNING_DOORS:
+            areas.setdefault(r["algorithm"], {})[r["rate"]] = r["area"]
+    return areas
+
+
+def rate_of(name: str, results: Results) -> float:
+    """The algorithm's best learning rate by the tuning that is in the file; without one, `RATE`."""
+    areas = tuned(results).get(name, {})
+    return max(areas, key=lambda rate: areas[rate]) if areas else RATE
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def reported(results: Results) -> list[dict[str, Any]]:
     """The runs with the algorithm's own rate; tuning runs are not among them."""
+    rates = {name: rate_of(name, results) for name in ALGORITHMS}
     return [
-        r for r in results.runs.values() if r["seed"] != TUNING_SEED and r["rate"] == RATE.get(r["algorithm"], -1.0)
+        r for r in results.runs.values() if r["seed"] != TUNING_SEED and r["rate"] == rates.get(r["algorithm"], -1.0)
     ]
 
 
@@ -214,20 +231,12 @@ def _differences(
 
 
 def show_tuning(results: Results, console: Console) -> None:
-    table = Table(title=f"mean success while training with the tuning seed {TUNING_SEED}")
+    table = Table(title=f"mean success while training, {TUNING_DOORS} doors, seed {TUNING_SEED}")
     table.add_column("algorithm")
     for rate in RATES:
         table.add_column(f"{rate:g}", justify="right")
-    for name in ALGORITHMS:
-        cells = []
-        for rate in RATES:
-            areas = [
-                r["area"]
-                for r in results.runs.values()
-                if (r["seed"], r["algorithm"], r["rate"]) == (TUNING_SEED, name, rate)
-            ]
-            cells.append(f"{np.mean(areas):.3f}" if areas else "-")
-        table.add_row(name, *cells)
+    for name, areas in tuned(results).items():
+        table.add_row(name, *[f"{areas[rate]:.3f}" if rate in areas else "-" for rate in RATES])
     console.print(table)
 
 

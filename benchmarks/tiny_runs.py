@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.corridor import CorridorTasks, turns
+from renma.errors import RunError
 from renma.evaluation.evaluate import evaluate
 from renma.learning.learner import Learner
 from renma.models.policy import save_policy
@@ -30,7 +31,7 @@ from renma.training.rng import seed_all
 from renma.training.setup import Parts, assemble
 from renma.types import Group, Trajectory
 
-STEPS_PER_DOOR = 2000  # environment steps of one run, for each door of its corridor
+STEPS_PER_DOOR = 1500  # environment steps of one run, for each door of its corridor
 ACTION_TOKENS = 6  # a verb is four; a policy that runs on is cut
 EPISODES = 64  # of one training step: 8 tasks, 8 members
 EVALUATION_SEED = 77
@@ -138,21 +139,29 @@ class Curve:
             raise BudgetSpent
 
     def area(self) -> float:
-        """The mean success over the environment steps up to the budget: the area under the learning curve."""
-        steps = np.array([point["steps"] for point in self.points], dtype=np.float64)
-        widths = np.diff(np.minimum(steps, self.budget), prepend=0.0)
-        return float(np.dot(widths, [point["success"] for point in self.points]) / widths.sum())
+        """The mean success over the environment steps up to the budget: the area under the learning curve.
+
+        Where the run ended before, its last success counts for the rest.
+        """
+        edges = np.minimum([0.0, *(point["steps"] for point in self.points)], self.budget)
+        edges[-1] = self.budget
+        return float(np.dot(np.diff(edges), [point["success"] for point in self.points]) / self.budget)
 
 
-def train(recipe: Recipe, parts: Parts, learner: Learner, curve: Curve) -> None:
-    """The loop, until the curve's budget is spent."""
+def train(recipe: Recipe, parts: Parts, learner: Learner, curve: Curve) -> str:
+    """The loop, until the curve's budget is spent, or until it cannot go on: then why (dapo, where nothing is mixed)."""
     algorithm = resolve(recipe.algorithm)
     with tempfile.TemporaryDirectory() as folder:
         judges = make_judges(recipe, algorithm, parts.policy, learner, Path(folder))
     try:
         asyncio.run(Loop(parts, learner, algorithm, curve, judges=judges).run())  # type: ignore[arg-type]
     except BudgetSpent:
-        return
+        return ""
+    except RunError as error:
+        if not curve.points:
+            raise
+        return str(error)
+    return ""
 
 
 def evaluation(parts: Parts, doors: int, tasks: int) -> dict[str, Any]:
@@ -165,6 +174,14 @@ def evaluation(parts: Parts, doors: int, tasks: int) -> dict[str, Any]:
         return {"success": result.success, "wins": list(result.successes)}
 
     return asyncio.run(measure())
+
+
+def start_of(policy: Path, parts: Parts, doors: int, tasks: int) -> float:
+    """The starting policy's success, measured once and kept beside it."""
+    kept = policy.with_name(f"{policy.name}-{doors}-doors-{tasks}-tasks.json")
+    if not kept.exists():
+        kept.write_text(json.dumps(evaluation(parts, doors, tasks)["success"]), encoding="utf-8")
+    return float(json.loads(kept.read_text(encoding="utf-8")))
 
 
 def run(
@@ -186,20 +203,21 @@ def run(
     seed_all(seed)
     parts = assemble(recipe, policy_folder=policy)
     learner = learner_of(parts, recipe.learner)
-    before = evaluation(parts, doors, tasks)
+    before = start_of(policy, parts, doors, tasks)
     change(parts)
     curve = Curve(budget or STEPS_PER_DOOR * doors, progress, keep)
-    train(recipe, parts, learner, curve)
+    ended = train(recipe, parts, learner, curve)
     after = evaluation(parts, doors, tasks)
     return {
         "doors": doors,
         "seed": seed,
-        "start": before["success"],
+        "start": before,
         "success": after["success"],
         "wins": after["wins"],
         "area": curve.area(),
         "environment_steps": curve.used,
         "updates": len(curve.points),
+        "ended": ended,
         "curve": curve.points,
         "seconds": time.perf_counter() - started,
     }

@@ -88,7 +88,7 @@ class SamplingSection(Section):
 
 
 class CrossPolicySection(Section):
-    """Some samples come from older snapshots of the policy, which keeps exploration wide (AgentRL, arXiv 2510.04206)."""
+    """Some samples come from an older snapshot of the policy: exploration stays wide (AgentRL, arXiv 2510.04206)."""
 
     mode: Literal["step", "mixed"] = Field("step", description="a policy for every action, or for a whole trajectory")
     stale_share: float = Field(0.25, gt=0, lt=1, description="share of draws that go to the snapshot")
@@ -177,6 +177,21 @@ class ColdStartSection(Section):
     learner: LearnerSection = LearnerSection()
 
 
+class RewardModelSection(Section):
+    """A reward model trained before the reinforcement learning, for rewards with source: stage."""
+
+    form: Literal["outcome", "process"] = Field(
+        "outcome", description="one score a trajectory from pairs, or one a step from labels"
+    )
+    preferences: Component = Component(type="sampled")
+    model: str | None = Field(None, description="the model it starts from; None: a copy of the policy")
+    held_out: float = Field(0.1, ge=0, lt=1, description="share of the tasks that it is measured on")
+    epochs: int = Field(1, ge=1)
+    batch: int = Field(32, ge=1, description="pairs (process: groups) an optimiser step")
+    centre: bool = Field(True, description="shift outcome scores to a mean of 0 over the training pairs")
+    learner: LearnerSection = LearnerSection()
+
+
 class EvaluationSet(Section):
     name: str
     source: Component
@@ -219,6 +234,7 @@ class Recipe(Section):
     teacher: PretrainedModel | None = Field(None, description="the policy that `distillation` learns from")
     preferences: Component | None = Field(None, description="recorded pairs, for learns_from: preferences")
     cold_start: ColdStartSection | None = None
+    reward_model: RewardModelSection | None = None
     evaluation: EvaluationSection = EvaluationSection()
     training: TrainingSection = TrainingSection()
     trackers: list[Literal["tensorboard"]] = ["tensorboard"]

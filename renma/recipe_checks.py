@@ -13,6 +13,7 @@ from renma.recipe import Recipe
 from renma.rewards.base import build_rewards
 from renma.tasks import TASKS
 from renma.training.algorithms import Algorithm, resolve
+from renma.training.reward_stage import check_reward_model
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -21,7 +22,7 @@ def check_recipe(recipe: Recipe) -> None:
     checked_options(ENVIRONMENTS, recipe.environment, "environment")
     checked_options(RENDERERS, recipe.agent.renderer, "agent.renderer", {"tokenizer"})
     checked_options(PARSERS, recipe.agent.parser, "agent.parser", {"tokenizer"})
-    build_rewards(recipe.rewards)
+    check_reward_model(recipe.reward_model, build_rewards(recipe.rewards))
     for i, chosen in enumerate(recipe.evaluation.sets):
         checked_options(TASKS, chosen.source, f"evaluation.sets.{i}.source")
     names = [chosen.name for chosen in recipe.evaluation.sets]

@@ -75,7 +75,7 @@ class Routers:
         if strange:
             raise ModelError(
                 f"{type(model).__name__} has {', '.join(strange)}: experts whose routing cannot be recorded or imposed "
-                f"(known routers: {', '.join(WEIGHTS)}); turn the recording of routes off, or use another model"
+                f"(known routers: {', '.join(WEIGHTS)}); set rollout.record_routing: false, or use another model"
             )
         return None
 

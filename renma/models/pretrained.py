@@ -113,7 +113,7 @@ def load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype=dtype,
-                attn_implementation="sdpa",
+                attn_implementation=None,  # sdpa where the model has it, else eager
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

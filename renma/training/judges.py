@@ -54,10 +54,12 @@ def _scorer(recipe: Recipe, policy: Policy, section: PretrainedModel) -> Scorer:
             f"teacher.source {section.source!r} has another vocabulary than the policy: its log-probabilities are of "
             "other tokens; take a teacher of the same family"
         )
-    return Scorer(
+    scorer = Scorer(
         other.model.requires_grad_(False),
         output_ids=policy.output_ids,
         temperature=recipe.sampling.temperature,
         max_positions=recipe.learner.max_positions,
         logit_chunk=recipe.learner.logit_chunk,
     )
+    scorer.tree.replays_routing = False  # another policy chooses its own experts
+    return scorer

@@ -5,8 +5,8 @@ episodes may start once the version is at least n − η, so no token is ever mo
 away for its age, and what a batch holds does not depend on timing. On resume at version v the batches from v on are
 simply sampled again: none is lost, none is trained twice, and at most (η + 1)·B groups are in flight.
 
-An algorithm that refills its batches with fresh tasks takes positions as it needs them, one batch after another (η = 0);
-the next position is part of a checkpoint.
+An algorithm that refills its batches with fresh tasks takes positions as it needs them, batch after batch (η = 0); the
+next position is part of a checkpoint.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from renma.errors import RecipeError, RunError
 from renma.learning.reward_learner import RewardLearner
@@ -23,7 +21,7 @@ from renma.models.policy import Policy, load_policy
 from renma.parts import build, checked_options
 from renma.preferences import PREFERENCES, SUPPLIED, Judgements, Preferences
 from renma.preferences.base import split
-from renma.recipe import Component, LearnerSection, PretrainedModel, Section
+from renma.recipe import Component, PretrainedModel, RewardModelSection
 from renma.rewards.base import NamedReward, build_rewards
 from renma.rewards.learned import STAGE, learned
 from renma.seeding import seed_for
@@ -32,21 +30,6 @@ from renma.types import Group
 
 REWARD_MODEL = "reward_model"
 """The folder of the trained model in a run's folder."""
-
-
-class RewardModelSection(Section):
-    """A reward model trained before the reinforcement learning, for rewards with source: stage."""
-
-    form: Literal["outcome", "process"] = Field(
-        "outcome", description="one score a trajectory from pairs, or one a step from labels"
-    )
-    preferences: Component = Component(type="sampled")
-    model: str | None = Field(None, description="the model it starts from; None: a copy of the policy")
-    held_out: float = Field(0.1, ge=0, lt=1, description="share of the tasks that it is measured on")
-    epochs: int = Field(1, ge=1)
-    batch: int = Field(32, ge=1, description="pairs (process: groups) an optimiser step")
-    centre: bool = Field(True, description="shift outcome scores to a mean of 0 over the training pairs")
-    learner: LearnerSection = LearnerSection()
 
 
 def check_reward_model(section: RewardModelSection | None, rewards: Sequence[NamedReward]) -> None:

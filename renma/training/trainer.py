@@ -12,14 +12,12 @@ from typing import Any
 
 from renma.evaluation.evaluate import EvaluationResult, succeeded
 from renma.event_loop import run_to_end
-from renma.learning.learner import Learner
-from renma.recipe import LearnerSection, Recipe
+from renma.recipe import Recipe
 from renma.recipe_checks import check_recipe, derived_facts
 from renma.recipe_load import dump_recipe, load_recipe
 from renma.rollout.store import TrajectoryStore
 from renma.training.algorithms import resolve
 from renma.training.checkpoints import latest_checkpoint
-from renma.training.cold_start import demonstration_rows, demonstrations, learn_demonstrations, steps_of
 from renma.training.collapse import CollapseWatch
 from renma.training.judges import make_judges
 from renma.training.loop import Loop
@@ -29,6 +27,7 @@ from renma.training.records import Records
 from renma.training.rng import seed_all
 from renma.training.run_folder import RunFolder, next_name, write_whole
 from renma.training.setup import Parts, assemble
+from renma.training.stages import Stages, make_learner
 from renma.training.state import POLICY, Progression, read_progression, restore_states
 from renma.types import Group
 from renma.viewer.report import write_report
@@ -115,9 +114,8 @@ class Trainer:
 
     async def _run(self, parts: Parts, records: Records, checkpoint: Path | None, progression: Progression) -> None:
         recipe = self.recipe
-        if checkpoint is None:
-            await self._before(parts, records)
-        learner = self._learner(parts, recipe.learner, recipe.training.steps)
+        await Stages(parts, records, self._progress).run(fresh=checkpoint is None)
+        learner = make_learner(recipe, parts.policy, recipe.learner, recipe.training.steps)
         algorithm = resolve(recipe.algorithm)
         assert self.folder is not None
         judges = make_judges(recipe, algorithm, parts.policy, learner, self.folder.path)
@@ -138,40 +136,6 @@ class Trainer:
             raise
         results = await records.evaluate(loop.version, "after")
         self._finish(records, results)
-
-    async def _before(self, parts: Parts, records: Records) -> None:
-        """Measure the policy as it came, and give it its cold start."""
-        await parts.engine.load_weights(0)
-        await records.evaluate(0, "before")
-        section = self.recipe.cold_start
-        if section is None or not section.demonstrations:
-            return
-        groups = await demonstrations(parts)
-        records.store.append(0, groups, None, phase="demonstrations")
-        rows = demonstration_rows(groups)
-        total = steps_of(self.recipe, len(rows))
-        learner = self._learner(parts, section.learner, total, temperature=1.0)
-        self._progress.phase("cold start", total)
-
-        def done(step: int, stats: dict[str, float]) -> None:
-            numbers = {f"learner/{k}": v for k, v in stats.items()}
-            records.metrics(0, "cold_start", {"cold_start_step": float(step), **numbers})
-            self._progress.advance(None)
-
-        await learn_demonstrations(self.recipe, learner, rows, done)
-        await parts.engine.load_weights(0)
-        await records.evaluate(0, "cold_start")
-
-    def _learner(self, parts: Parts, section: LearnerSection, steps: int, temperature: float | None = None) -> Learner:
-        policy = parts.policy
-        return Learner(
-            policy.model,
-            section,
-            output_ids=policy.output_ids,
-            temperature=self.recipe.sampling.temperature if temperature is None else temperature,
-            compute_dtype=policy.compute_dtype,
-            total_steps=steps,
-        )
 
     def _finish(self, records: Records, results: Sequence[EvaluationResult]) -> None:
         summary = records.summary()

@@ -14,11 +14,11 @@ import torch
 from renma.errors import RecipeError, RunError
 from renma.models.policy import Policy, load_policy, save_policy
 from renma.preferences.base import LABEL
-from renma.recipe import Component, LearnerSection
+from renma.recipe import Component, LearnerSection, RewardModelSection
 from renma.recipe_load import load_recipe
 from renma.rewards.base import build_rewards
 from renma.rewards.learned import learned, prepare
-from renma.training.reward_stage import RewardModelSection, RewardStage, check_reward_model, trained
+from renma.training.reward_stage import RewardStage, check_reward_model, trained
 from renma.training.setup import Parts, assemble
 from renma.types import Group, Trajectory
 from tests.end_to_end.tiny import TINY
