@@ -149,7 +149,7 @@ class Curve:
 
 
 def train(recipe: Recipe, parts: Parts, learner: Learner, curve: Curve) -> str:
-    """The loop, until the curve's budget is spent, or until it cannot go on: then why (dapo, where nothing is mixed)."""
+    """The loop, until the curve's budget is spent; or why it could not go on (dapo, where no group is mixed)."""
     algorithm = resolve(recipe.algorithm)
     with tempfile.TemporaryDirectory() as folder:
         judges = make_judges(recipe, algorithm, parts.policy, learner, Path(folder))

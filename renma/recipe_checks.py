@@ -8,7 +8,7 @@ from renma.errors import RecipeError
 from renma.learning.losses import traits
 from renma.learning.objective import Objective
 from renma.parts import checked_options
-from renma.preferences import PREFERENCES
+from renma.preferences import PREFERENCES, SUPPLIED
 from renma.recipe import Recipe
 from renma.rewards.base import build_rewards
 from renma.tasks import TASKS
@@ -31,7 +31,7 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.cold_start is not None:
         checked_options(DEMONSTRATORS, recipe.cold_start.demonstrator, "cold_start.demonstrator")
     if recipe.preferences is not None:
-        checked_options(PREFERENCES, recipe.preferences, "preferences", {"renderer", "tokenizer"})
+        checked_options(PREFERENCES, recipe.preferences, "preferences", set(SUPPLIED))
     if recipe.training.steps:
         _check_training(recipe)
 
