@@ -12,7 +12,7 @@ from renma.credit.checks import finite
 from renma.errors import RecipeError
 from renma.types import Group
 
-ROUNDING = 1e-9  # a return this far (relatively) below the threshold is the threshold: 0.1 + 0.2 + 0.7 is 1
+ROUNDING = 1e-9  # a return this far (relatively) below the threshold is the threshold: 0.7 + 0.2 + 0.1 is 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from renma.errors import RunError
 from renma.viewer.run_data import EvaluationPoint, RunData, read_run
-from renma.viewer.sections import charts, comparison, headline, recipe, samples
+from renma.viewer.sections import charts, comparison, headline, recipe, samples, warnings
 from renma.viewer.svg import CHART_CSS, Chart, Series, draw, escaped
 
 PAGE_CSS = Path(__file__).with_name("page.css")
@@ -21,8 +21,8 @@ REPORT = "report.html"
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run's folder, of whatever the folder holds; returns its path.
 
-    Read: metrics.jsonl, summary.json, recipe.yaml. Raises RunError when there is no such folder or it cannot be
-    written.
+    Read: metrics.jsonl, events.jsonl, summary.json, recipe.yaml. Raises RunError when there is no such folder or it
+    cannot be written.
     """
     path = run_dir / REPORT
     _write(path, page(read_run(run_dir)))
@@ -57,6 +57,7 @@ def page(run: RunData) -> str:
     style = CHART_CSS.read_text(encoding="utf-8") + PAGE_CSS.read_text(encoding="utf-8")
     body = [
         headline(run),
+        warnings(run),
         comparison(run),
         _curves(run),
         samples(run),

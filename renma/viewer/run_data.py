@@ -32,7 +32,7 @@ class RunData:
     """train, cold_start: (step, metrics) in order of step. evaluations: by set, in order of time.
 
     sets: summary.json's `sets`: {name: {"before" | "cold_start" | "after": {"success", "low", "high", "n", ...}}}.
-    notes: what was missing or could not be read, one line each.
+    warnings: (step, text) of the collapse watch. notes: what was missing or could not be read, one line each.
     """
 
     path: Path
@@ -45,6 +45,7 @@ class RunData:
     seconds: float = 0.0
     recipe_text: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
+    warnings: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -76,6 +77,7 @@ def read_run(run_dir: Path) -> RunData:
     _read_recipe(run)
     _read_metrics(run)
     _read_summary(run)
+    _read_warnings(run)
     return run
 
 
@@ -136,6 +138,16 @@ def _read_metrics(run: RunData) -> None:
             run.evaluations[name][index] = EvaluationPoint(point.step, point.success, point.low, point.high, base=True)
     if unreadable:
         run.notes.append(f"{unreadable} line(s) of metrics.jsonl could not be read (cut off when the run stopped?).")
+
+
+def _read_warnings(run: RunData) -> None:
+    """Collapse warnings of events.jsonl; a run without that file had none to tell."""
+    if not (run.path / "events.jsonl").exists():
+        return
+    for line in (_text(run, "events.jsonl", "warnings") or "").splitlines():
+        event = _record(line)
+        if event is not None and event.get("event") == "collapse":
+            run.warnings.append((int(event["step"]), str(event.get("text", ""))))
 
 
 def _record(line: str) -> dict[str, Any] | None:

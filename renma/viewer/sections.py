@@ -21,6 +21,14 @@ LINES = (  # metric, title, in percent, from zero
     ("kl_behaviour", "KL to the behaviour policy", False, False),
     ("clip_share", "Clipped tokens", True, True),
 )
+EXTRA_LINES = (  # of some algorithms only: shown where they are logged
+    ("critic/explained_variance", "Critic: explained variance", False, False),
+    ("critic/value_loss", "Critic: loss", False, True),
+    ("preference_loss", "Preference loss", False, True),
+    ("pair_accuracy", "Pairs told apart", True, True),
+    ("correction_reject_share", "Tokens rejected by the correction", True, True),
+    ("kl_reference", "KL to the starting policy", False, True),
+)
 
 
 def headline(run: RunData) -> str:
@@ -149,6 +157,14 @@ def _per_task(entry: Mapping[str, Any]) -> list[float] | None:
     return [count / k for count in counts]
 
 
+def warnings(run: RunData) -> str:
+    """What the collapse watch said while the run was on."""
+    if not run.warnings:
+        return ""
+    lines = "".join(f"<li>Step {step}: {escaped(text)}.</li>" for step, text in run.warnings)
+    return f'<section class="notes"><h2>Warnings</h2><ul>{lines}</ul></section>'
+
+
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +187,10 @@ def charts(run: RunData, success: Chart | None) -> str:
             small.append(_small(Chart(title, [Series(title, found, 1, smooth=True)], in_percent, from_zero)))
         else:
             absent.append(title.split(" (")[0])
+    for metric, title, in_percent, from_zero in EXTRA_LINES:
+        found = run.series(metric)
+        if any(value for _, value in found):
+            small.append(_small(Chart(title, [Series(title, found, 1, smooth=True)], in_percent, from_zero)))
     small += _throughput(run) + _cold_start(run)
     parts.append(f'<div class="grid-of-charts">{"".join(small)}</div>' if small else "")
     if absent:

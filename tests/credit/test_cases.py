@@ -273,10 +273,13 @@ def test_pairs_from_where_they_part():
 
 
 def test_best_takes_rounding_for_the_threshold_itself():
-    members = [trajectory(step(1, 0.1), step(1, 0.2), step(1, 0.7)), trajectory(step(1), outcome=0.99)]
+    members = [trajectory(step(1, 0.7), step(1, 0.2), step(1, 0.1)), trajectory(step(1), outcome=0.99)]
+    assert members[0].ret < 1.0
     assert rows(ESTIMATORS["best"](threshold=1.0), group(*members)) == [[1, 1, 1], [0]]
     full = [trajectory(step(1), outcome=r) for r in (1.0, 3.0, 2.0, 3.0)]
     assert rows(ESTIMATORS["best"](threshold=1.0, per_group=2), group(*full)) == [[0], [1], [0], [1]]
+    equals = [trajectory(step(1), outcome=1.0)] * 40
+    assert rows(ESTIMATORS["best"](per_group=5), group(*equals)) == [[1]] * 5 + [[0]] * 35
 
 
 def test_families_are_normalised_apart():

@@ -320,3 +320,16 @@ def test_numbers_in_words():
 
 def test_a_page_needs_no_file_at_all(tmp_path):
     assert "Renma training report" in page(RunData(tmp_path))
+
+
+def test_what_an_algorithm_logs_besides_and_warnings_of_collapse_are_shown(tmp_path):
+    lines = [{"step": s, "phase": "train", "critic/explained_variance": 0.1 * s, "return_mean": 1.0} for s in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "learner/entropy fell from 2 to 0.1 since step 2 <b>"
+    events = [{"event": "resumed", "step": 1}, {"event": "collapse", "step": 3, "text": text}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = read_run(tmp_path)
+    assert run.warnings == [(3, text)]
+    shown = Page(page(run))
+    assert "Step 3: learner/entropy fell from 2 to 0.1 since step 2 <b>." in shown.text and "b" not in shown.tags
+    assert "Critic: explained variance" in shown.text and "Preference loss" not in shown.text
