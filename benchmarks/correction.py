@@ -136,10 +136,10 @@ def one_run(sampler: str, correction: str, seed: int, arguments: argparse.Namesp
         seed,
         CORRECTIONS[correction],
         policy,
+        arguments.rate,
         budget=arguments.budget,
         keep=[f"learner/{name}" for name in KEPT],
         change=sampling_from(SAMPLERS[sampler]()),
-        learner={"learning_rate": arguments.rate, "mini_batch": 32},
         training={"steps": 100_000, "checkpoint_every": 0, "mismatch_tolerance": 100.0},
         **more,
     )

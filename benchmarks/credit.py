@@ -31,8 +31,9 @@ from renma.evaluation.statistics import estimate_mean, sign_flip
 
 HORIZONS = (4, 8, 16)
 TUNING_SEED, TUNING_DOORS = 100, 8
-RATES = (1e-3, 2e-3, 4e-3)
-RATE = 2e-3
+RATES = (5e-4, 1e-3, 2e-3)
+RATE = 1e-3
+KEPT = ("learner/entropy", "learner/grad_norm", "learner/clip_share", "critic/explained_variance")
 
 
 def _token(gamma: float, lam: float = 0.95) -> dict[str, Any]:
@@ -64,8 +65,7 @@ def one_run(
     doors: int, name: str, seed: int, rate: float, arguments: argparse.Namespace, **more: Any
 ) -> dict[str, Any]:
     policy = starting_policy(HORIZONS, seed, arguments.policies)
-    learner = {"learning_rate": rate, "mini_batch": 32}
-    result = run(doors, seed, ALGORITHMS[name], policy, budget=arguments.budget, learner=learner, **more)
+    result = run(doors, seed, ALGORITHMS[name], policy, rate, budget=arguments.budget, keep=KEPT, **more)
     return {"algorithm": name, "rate": rate, **result}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from benchmarks.corridor import CorridorTasks, turns
 from renma.errors import RunError
@@ -42,8 +43,13 @@ class BudgetSpent(Exception):
     """The run has used its environment steps."""
 
 
-def recipe_for(doors: Sequence[int], seed: int, algorithm: dict[str, Any], **sections: Any) -> Recipe:
-    """The recipe of one run. doors: the lengths of its corridors. sections: whole sections, in place of those here."""
+def recipe_for(
+    doors: Sequence[int], seed: int, algorithm: dict[str, Any], rate: float = 1e-3, **sections: Any
+) -> Recipe:
+    """The recipe of one run. doors: the lengths of its corridors. sections: whole sections, in place of those here.
+
+    The critic's rate is the same for all: ten times the policy's, the default, unlearns what so small a trunk knows.
+    """
     longest = turns(max(doors))
     tree: dict[str, Any] = {
         "name": "corridor",
@@ -71,7 +77,8 @@ def recipe_for(doors: Sequence[int], seed: int, algorithm: dict[str, Any], **sec
             "slots": EPISODES,
         },
         "algorithm": algorithm,
-        "learner": {"learning_rate": 1e-3, "mini_batch": EPISODES // 2},
+        "learner": {"learning_rate": rate, "mini_batch": EPISODES // 4},
+        "critic": {"learning_rate": 3e-3},
         "cold_start": {
             "demonstrator": {"type": "benchmarks.corridor:CorridorDemonstrator"},
             "demonstrations": 900,
@@ -90,13 +97,19 @@ def recipe_for(doors: Sequence[int], seed: int, algorithm: dict[str, Any], **sec
 def starting_policy(doors: Sequence[int], seed: int, folder: Path) -> Path:
     """The folder of the policy that has seen demonstrations of all these lengths, made when it is not there yet."""
     place = folder / "-".join(map(str, [*doors, "seed", seed]))
-    if not place.exists():
-        recipe = recipe_for(doors, seed, {"preset": "grpo"})
-        seed_all(seed)
-        parts = assemble(recipe)
-        asyncio.run(cold_start(recipe, parts))
-        save_policy(parts.policy, place)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(place.with_suffix(".lock")):
+        if not place.exists():
+            _make_starting_policy(doors, seed, place)
     return place
+
+
+def _make_starting_policy(doors: Sequence[int], seed: int, place: Path) -> None:
+    recipe = recipe_for(doors, seed, {"preset": "grpo"})
+    seed_all(seed)
+    parts = assemble(recipe)
+    asyncio.run(cold_start(recipe, parts))
+    save_policy(parts.policy, place)
 
 
 async def cold_start(recipe: Recipe, parts: Parts) -> None:
@@ -189,6 +202,7 @@ def run(
     seed: int,
     algorithm: dict[str, Any],
     policy: Path,
+    rate: float,
     *,
     budget: int | None = None,
     tasks: int = 200,
@@ -199,7 +213,7 @@ def run(
 ) -> dict[str, Any]:
     """Train the starting policy once and measure. change: done to the parts before training (another sampler, say)."""
     started = time.perf_counter()
-    recipe = recipe_for([doors], seed, algorithm, **sections)
+    recipe = recipe_for([doors], seed, algorithm, rate, **sections)
     seed_all(seed)
     parts = assemble(recipe, policy_folder=policy)
     learner = learner_of(parts, recipe.learner)
@@ -224,19 +238,24 @@ def run(
 
 
 class Results:
-    """Results by name in one JSON file, written whole after each run, so that a benchmark goes on where it stopped."""
+    """Results by name in one JSON file, written whole after each run, so that a benchmark goes on where it stopped.
+
+    Several processes may add to one file, each with runs of its own.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.runs: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            self.runs = json.loads(path.read_text(encoding="utf-8"))
+        self.runs = self._written()
+
+    def _written(self) -> dict[str, dict[str, Any]]:
+        return dict(json.loads(self.path.read_text(encoding="utf-8"))) if self.path.exists() else {}
 
     def add(self, name: str, result: dict[str, Any]) -> None:
-        self.runs[name] = result
-        aside = self.path.with_suffix(".part")
-        aside.write_text(json.dumps(self.runs), encoding="utf-8")
-        os.replace(aside, self.path)
+        with FileLock(self.path.with_suffix(".lock")):
+            self.runs = self._written() | {name: result}
+            aside = self.path.with_suffix(".part")
+            aside.write_text(json.dumps(self.runs), encoding="utf-8")
+            os.replace(aside, self.path)
 
 
 def one_core() -> None:

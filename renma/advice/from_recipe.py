@@ -30,6 +30,8 @@ def inputs_of(recipe: Recipe, max_turns: int) -> dict[str, Any]:
         inputs |= {"verifiable": False, "reward": "process" if "process" in judges else "sparse"}
     elif recipe.rewards:
         inputs |= {"verifiable": True}
+    if recipe.reward_model is not None and recipe.reward_model.form == "outcome":
+        inputs |= {"reward": "preference"}
     if recipe.preferences is not None:
         inputs |= {"reward": "preference", "online": recipe.algorithm.learns_from != "preferences"}
     return inputs

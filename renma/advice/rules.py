@@ -148,7 +148,11 @@ RULES: tuple[Rule, ...] = (
         "all that is known is which of two is better: train a reward model on that, then PPO against it",
         "Ouyang et al. 2022 (InstructGPT)",
         points(ppo=5, reinforce_pp=2, rloo=2, dpo=3),
-        keys={"rewards": [{"type": "reward_model"}], "algorithm.kl": 0.01},
+        keys={
+            "reward_model.preferences": {"type": "jsonl", "path": "pairs.jsonl"},
+            "rewards": [{"type": "reward_model"}],
+            "algorithm.kl": 0.01,
+        },
         keys_for=frozenset({"ppo", "reinforce_pp", "rloo"}),
     ),
     Rule(

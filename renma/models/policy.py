@@ -88,6 +88,10 @@ def load_policy(
         model, tokenizer, folder = open_pretrained(
             section.source, section.revision, dtype=dtype, device=device, cache=cache
         )
+        for weights in model.parameters():
+            # Weights lie in a file at any offset, and a product of one row rounds by the alignment of its memory: a
+            # resumed run would sample with other last bits than the uninterrupted one.
+            weights.data = weights.data.clone()
         stored = _read_output_ids(folder, rows=embedding_rows(model))
         source = section.source
     ids = stored

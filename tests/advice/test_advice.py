@@ -179,6 +179,9 @@ def test_a_recipe_says_what_it_can() -> None:
     # 1 layer of 4 x 32 x 32 attention and 3 x 32 x 64 feed-forward, 320 x 32 embeddings
     assert found.model_size == 4 * 32 * 32 + 3 * 32 * 64 + 320 * 32
     assert inputs_of(load_recipe({**TINY, "rewards": []}), 4).get("verifiable") is None
+    trained = {**TINY, "rewards": [{"type": "reward_model"}], "reward_model": {}}
+    found, _ = situation(inputs_of(load_recipe(trained), 4))
+    assert (found.reward, found.verifiable, found.online) == ("preference", False, True)
 
 
 def test_the_plan_of_a_recipe_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,13 @@ def test_what_is_in_the_file_is_not_run_again_and_the_tables_tell_it(policies, t
     assert "steppo over ppo-token " in text and "+20.0" in text and "+30.0" in text
 
 
+def test_two_processes_can_add_to_one_file(tmp_path):
+    one, other = tiny_runs.Results(tmp_path / "r.json"), tiny_runs.Results(tmp_path / "r.json")
+    one.add("a", {"x": 1})
+    other.add("b", {"x": 2})
+    assert tiny_runs.Results(tmp_path / "r.json").runs == {"a": {"x": 1}, "b": {"x": 2}} == other.runs
+
+
 def test_the_area_is_the_mean_over_environment_steps_up_to_the_budget():
     curve = tiny_runs.Curve(100, lambda text, share: None)
     curve.points = [{"steps": 40, "success": 0.5}, {"steps": 90, "success": 0.1}, {"steps": 140, "success": 1.0}]

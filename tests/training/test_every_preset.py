@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from renma.errors import RecipeError
 from renma.recipe_load import load_recipe
+from renma.rollout.store import read_trajectories
 from renma.training.algorithms import PRESETS, preset
 from renma.training.metrics import read_metrics
 from renma.training.trainer import Trainer
@@ -47,6 +48,11 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step_{step}" / "policy" / "model.safetensors")
 
 
+def sampled(run: Path) -> list[list[bytes]]:
+    found = read_trajectories(run / "trajectories", phase="train")
+    return [[step.logprobs.tobytes() for step in trajectory.steps] for trajectory in found]
+
+
 def steps(run: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(run) if line["phase"] == "train"]
 
@@ -65,14 +71,27 @@ def test_every_preset_trains_the_same_recipe(name: str, teacher: Path, tmp_path:
     assert any(not torch.equal(first[key], second[key]) for key in first), "the policy has learnt"
 
 
-@pytest.mark.parametrize("name", ["ppo", "dpo", "remax", "dapo", "distillation"])
-def test_a_resumed_run_is_the_uninterrupted_one(name: str, teacher: Path, tmp_path: Path) -> None:
-    """With a critic, a reference, a greedy baseline, refills and a teacher: bit for bit."""
-    whole = fit(tmp_path, teacher, f"algorithm.preset={name}")
-    half = fit(tmp_path, teacher, f"algorithm.preset={name}", "training.steps=1")
+RESUMED = {
+    "critic": ["algorithm.preset=ppo"],
+    "reference": ["algorithm.preset=dpo"],
+    "greedy baseline": ["algorithm.preset=remax"],
+    "refills": ["algorithm.preset=dapo"],
+    "teacher": ["algorithm.preset=distillation"],
+    "one slot": ["rollout.slots=1"],
+    "older policies": ["rollout.cross_policy={mode: step, stale_share: 0.5}"],
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(case: str, teacher: Path, tmp_path: Path) -> None:
+    """Bit for bit, whatever it needs besides the policy and however small its batches are."""
+    overrides = RESUMED[case]
+    whole = fit(tmp_path, teacher, *overrides)
+    half = fit(tmp_path, teacher, *overrides, "training.steps=1")
     Trainer(resume=half, overrides=["training.steps=2"], progress="quiet").fit()
     expected, found = weights(whole, 2), weights(half, 2)
     assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert sampled(whole) == sampled(half), "the same log-probabilities, to the last bit"
 
 
 def test_a_shared_trunk_and_a_warm_critic(teacher: Path, tmp_path: Path) -> None:

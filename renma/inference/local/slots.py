@@ -142,8 +142,13 @@ class Slots:
         return busy
 
     def forget(self) -> None:
-        """Nothing is cached any more; the running requests stay."""
+        """Nothing is cached any more; the running requests stay.
+
+        Nor does it matter which slot was used when: the order of requests in a batch, and so the last bits of their
+        log-probabilities, then do not depend on what was sampled before (a resumed run has not sampled it).
+        """
         self.cached[:] = 0
+        self.used[:] = 0
 
     def _swap(self, one: int, other: int) -> None:
         pair, back = [one, other], [other, one]
