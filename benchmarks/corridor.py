@@ -15,7 +15,6 @@ shown. A lock sticks with probability `STUCK` a try, by the task's own draws, th
 from __future__ import annotations
 
 import random
-from typing import Any
 
 from renma.environments.base import Environment
 from renma.errors import RecipeError
@@ -96,18 +95,3 @@ class CorridorDemonstrator:
         sign = observation.messages[-1].text[-1]
         informed, guess = rng.random() < self.skill, rng.choice(VERBS)
         return (RULE[sign] if informed and sign in SIGNS[: self.known] else guess) + "\n"
-
-
-def chance(doors: int, hit: dict[str, float], tasks: int = 4000) -> float:
-    """The success of a player who opens a sign with probability hit[sign] a try: by simulation, for choosing sizes."""
-    rng = random.Random(0)
-    wins = 0
-    for index in range(tasks):
-        data: Any = CorridorTasks(doors=[doors])[index].data
-        passed = 0
-        for stuck in data["stuck"]:
-            passed += not stuck and rng.random() < hit[data["signs"][passed]]
-            if passed == doors:
-                wins += 1
-                break
-    return wins / tasks
