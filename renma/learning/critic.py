@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from renma.errors import RecipeError, RunError
 from renma.learning.forward import TreeModel, TreeTrunk
 from renma.learning.learner import Learner
-from renma.learning.optimizer import MasterAdamW, learning_rate
+from renma.learning.optimizer import MasterAdamW, apply_gradients, learning_rate
 from renma.learning.rows import Row
 from renma.learning.statistics import OnProgress, Progress, UpdateStatistics
 from renma.learning.tokens import split
@@ -233,20 +233,8 @@ class Critic:
         done = (self.batches + part) / self.total_steps if self.total_steps else 0.0
         rate = learning_rate(self.settings, self.steps, done)
         self.steps += 1
-        norm = float(np.hypot.reduce([optimizer.gradient_norm() for optimizer in self.optimizers.values()]))
-        finite = bool(np.isfinite(norm))
-        numbers.add("skipped_updates", 0 if finite else 1)
-        numbers.last["learning_rate"] = rate
-        if finite:
-            numbers.mean("grad_norm", norm, 1)
-        else:
+        if not apply_gradients(list(self.optimizers.values()), self.settings, rate, numbers):
             self.skipped += 1
-        if not finite or norm == 0:
-            self.clear()
-            return
-        limit = self.settings.clip_norm
-        for optimizer in self.optimizers.values():
-            optimizer.step(rate, 1.0 if limit is None else min(1.0, limit / norm))
 
     def charge(self, value: Tensor, target: NDArray[Any], old: NDArray[Any], numbers: UpdateStatistics) -> Tensor:
         """The summed loss of [n] values that have a target; its statistics go to `numbers`."""

@@ -15,7 +15,7 @@ from renma.learning.correction import Correction
 from renma.learning.losses.base import PolicyLoss
 from renma.learning.losses.kl import KlForm
 from renma.learning.objective import Objective, OldLogprobs
-from renma.learning.optimizer import MasterAdamW, learning_rate
+from renma.learning.optimizer import MasterAdamW, apply_gradients, learning_rate
 from renma.learning.rows import Row
 from renma.learning.scorer import Scorer
 from renma.learning.statistics import OnProgress, Progress, UpdateStatistics
@@ -282,19 +282,8 @@ class Learner:
         done = (self.batches + part) / self.total_steps if self.total_steps else 0.0
         rate = learning_rate(self.settings, self.steps, done)
         self.steps += 1
-        norm = self.optimizer.gradient_norm()
-        finite = bool(np.isfinite(norm))
-        numbers.add("skipped_updates", 0 if finite else 1)
-        numbers.last["learning_rate"] = rate
-        if finite:
-            numbers.mean("grad_norm", norm, 1)
-        else:
+        if not apply_gradients([self.optimizer], self.settings, rate, numbers):
             self.skipped += 1
-        if finite and norm > 0:
-            limit = self.settings.clip_norm
-            self.optimizer.step(rate, 1.0 if limit is None else min(1.0, limit / norm))
-        else:
-            self.optimizer.clear()
 
 
 def _old(rows: Sequence[Row], began: list[Floats] | None, objective: Objective, steps: int) -> list[Floats] | None:

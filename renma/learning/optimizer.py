@@ -7,13 +7,15 @@ live here; the module keeps the one bfloat16 copy that sampling and learning sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from renma.errors import ModelError, RunError
+from renma.learning.statistics import UpdateStatistics
 from renma.recipe import LearnerSection
 
 
@@ -122,6 +124,29 @@ class MasterAdamW:
             self.inner.state[master] = {
                 key: value.clone().to(master.device, torch.float32) for key, value in saved.items()
             }
+
+
+def apply_gradients(
+    optimizers: Sequence[MasterAdamW], settings: LearnerSection, rate: float, numbers: UpdateStatistics
+) -> bool:
+    """Clip the gradient over all of them together and take the step; its norm and what became of it go to `numbers`.
+
+    One that is not finite is skipped and counted; where it is exactly 0 the optimisers are left alone. Returns whether
+    it was finite.
+    """
+    norm = float(np.hypot.reduce([optimizer.gradient_norm() for optimizer in optimizers]))
+    finite = math.isfinite(norm)
+    numbers.add("skipped_updates", 0 if finite else 1)
+    numbers.last["learning_rate"] = rate
+    if finite:
+        numbers.mean("grad_norm", norm, 1)
+    limit = settings.clip_norm
+    for optimizer in optimizers:
+        if finite and norm > 0:
+            optimizer.step(rate, 1.0 if limit is None else min(1.0, limit / norm))
+        else:
+            optimizer.clear()
+    return finite
 
 
 def float32_home(leaf: Tensor, values: Tensor | None = None) -> Tensor:

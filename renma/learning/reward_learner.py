@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from renma.errors import DataError
-from renma.learning.optimizer import MasterAdamW, learning_rate
+from renma.learning.optimizer import MasterAdamW, apply_gradients, learning_rate
 from renma.learning.reward_model import Reading, RewardModel, reading
 from renma.learning.statistics import UpdateStatistics
 from renma.preferences.base import chosen_and_rejected, labels_of
@@ -131,17 +131,7 @@ class RewardLearner:
         """Clip, and take the optimiser step unless the gradient is not finite (skipped, counted) or exactly zero."""
         rate = learning_rate(self.settings, self.steps, self.steps / self.total_steps if self.total_steps else 0.0)
         self.steps += 1
-        norm = self.optimizer.gradient_norm()
-        finite = bool(np.isfinite(norm))
-        numbers.add("skipped_updates", 0 if finite else 1)
-        numbers.last["learning_rate"] = rate
-        if finite:
-            numbers.mean("grad_norm", norm, 1)
-        if finite and norm > 0:
-            limit = self.settings.clip_norm
-            self.optimizer.step(rate, 1.0 if limit is None else min(1.0, limit / norm))
-        else:
-            self.optimizer.clear()
+        apply_gradients([self.optimizer], self.settings, rate, numbers)
 
 
 def _charge_pairs(scores: Tensor, numbers: UpdateStatistics) -> Tensor:
