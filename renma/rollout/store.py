@@ -167,7 +167,8 @@ def trajectory_json(trajectory: Trajectory, advantages: Sequence[Floats] | None 
     """A trajectory with all of its steps as one line of strict JSON, which begins with `place`.
 
     In a step, `ids` are the prompt's then the action's; `mask` is 1 where the policy sampled the id; `logprobs`,
-    `versions` and `advantages` have one entry for each sampled id. advantages: for each step [A].
+    `versions` and `advantages` have one entry for each sampled id. `next_prompt` has the ids of the prompt that a limit
+    kept from coming. The routing of a mixture of experts is in the Parquet files only. advantages: for each step [A].
     """
     per_step = [None] * len(trajectory.steps) if advantages is None else advantages
     line = place | {
@@ -180,6 +181,7 @@ def trajectory_json(trajectory: Trajectory, advantages: Sequence[Floats] | None 
         "rewards": {name: _number(value) for name, value in trajectory.rewards.items()},
         "seed": trajectory.seed,
         "error": trajectory.error,
+        "next_prompt": None if trajectory.next_prompt_ids is None else trajectory.next_prompt_ids.tolist(),
         "steps": [_line(*pair) for pair in zip(trajectory.steps, per_step, strict=True)],
     }
     return json.dumps(line, allow_nan=False)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from renma.training.progress import Progress
 
 SUMMARY = "summary.json"
+REJECTED = 0.5  # of the tokens: a correction that takes more away is worth a word
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class Records:
     saved: int = -1
     evaluated: int = 0
     watch: CollapseWatch = field(default_factory=CollapseWatch)
+    rejecting: bool = False
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -59,6 +61,19 @@ class Records:
             self.store.append(step, lost, None, phase="dropped")
         self.metrics(step + 1, "train", metrics)
         self.progress.step({"step": step + 1, **metrics})
+        self._warn(step, metrics)
+
+    def _warn(self, step: int, metrics: dict[str, float]) -> None:
+        """Say what a glance at the numbers would not tell: a collapse, or a correction that takes the batch away."""
+        rejected = metrics.get("learner/correction_reject_share", 0.0)
+        if rejected > REJECTED and not self.rejecting:
+            text = (
+                f"step {step + 1}: the correction rejects {rejected:.0%} of the tokens, and the rest is all that is "
+                "learned from: widen its bounds, or weigh instead (token_tis)"
+            )
+            self.log.event("rejected", step=step + 1, share=rejected, text=text)
+            self.progress.note(text)
+        self.rejecting = rejected > REJECTED
         warning = self.watch.feed(step + 1, metrics)
         if warning is not None:
             self.log.event("collapse", **warning.data)

@@ -14,7 +14,7 @@ from renma.errors import RecipeError
 from renma.recipe_load import load_recipe
 from renma.rollout.store import read_trajectories
 from renma.training.algorithms import PRESETS, preset
-from renma.training.metrics import read_metrics
+from renma.training.metrics import read_events, read_metrics
 from renma.training.trainer import Trainer
 from tests.end_to_end.tiny import TINY
 
@@ -127,6 +127,14 @@ def test_every_correction_can_be_added_to_a_recipe(teacher: Path, tmp_path: Path
         assert line["learner/correction_reject_share"] == pytest.approx(0.0), (
             "sampler and learner are one: nothing is rejected"
         )
+
+
+def test_a_correction_that_takes_the_batch_away_says_so_once(teacher: Path, tmp_path: Path) -> None:
+    """Bounds that no rounding keeps to: hardly a token is left, and nobody would see it in the loss."""
+    nothing = "algorithm.correction={type: geometric_rejection, low: 1.0, high: 1.0}"
+    run = fit(tmp_path, teacher, "algorithm.old_logprobs=recompute", nothing)
+    assert [line["learner/correction_reject_share"] > 0.5 for line in steps(run)] == [True, True]
+    assert [event["step"] for event in read_events(run) if event["event"] == "rejected"] == [1]
 
 
 @pytest.mark.parametrize(
