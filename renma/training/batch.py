@@ -24,6 +24,7 @@ class Sampled:
     groups: everything the policy sampled, in the order of tasks. greedy: for each group a greedy trajectory of its
     task, where the algorithm needs one. demonstrations: groups of one, written rather than sampled, learned from
     besides. refills: rounds of fresh tasks. next_position: the place in the run's order of tasks after this batch.
+    written: the groups were not sampled by the policy at all: demonstrations or recorded pairs.
     """
 
     groups: Sequence[Group]
@@ -32,6 +33,7 @@ class Sampled:
     refills: int = 0
     next_position: int = 0
     seconds: float = 0.0
+    written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,10 @@ def make_batch(
     Of preference pairs and demonstrations the actions were written, so their log-probabilities may be missing.
     """
     asked = judges or Judges()
-    written = algorithm.learns_from in ("demonstrations", "preferences")
     kept, dropped = learnable(sampled.groups, algorithm, drop_groups_with)
     greedy, kept = _greedy_returns(sampled, kept, dropped)
     trajectories = [(number, t) for number, group in enumerate(kept) for t in group.trainable]
-    blank = [rows_of(t, i, group=number, demonstration=written) for i, (number, t) in enumerate(trajectories)]
+    blank = [rows_of(t, i, group=number, demonstration=sampled.written) for i, (number, t) in enumerate(trajectories)]
     flat = [row for rows in blank for row in rows]
     reference = asked.reference.logprobs(flat) if asked.reference is not None else None
     teacher = asked.teacher.logprobs(flat) if asked.teacher is not None else None

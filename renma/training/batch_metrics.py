@@ -15,7 +15,8 @@ from renma.types import Group
 
 
 def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, float]:
-    """The batch's own metrics, flat; a number that nothing can be computed from is left out."""
+    """The batch's own metrics, flat; a number that nothing can be computed from is left out, and so is what would say
+    nothing of the policy: success, variety and age of what it did not sample."""
     groups = sampled.groups
     everyone = [t for group in groups for t in group.trajectories]
     usable = [t for t in everyone if t.trainable]
@@ -36,19 +37,22 @@ def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, fl
                 sums[name] += value  # type: ignore[assignment]
         for name in sums:
             parts.setdefault(name, []).append(float(sums[name]))
-    first_actions = [len({t.steps[0].action.raw for t in group.trainable}) for group in groups if group.trainable]
     numbers |= {
-        "success": float(np.mean([succeeded(t) for t in usable])),
         "return_mean": float(returns.mean()),
         "return_std": float(returns.std()),
         "turns": float(np.mean([len(t.steps) for t in usable])),
         "action_tokens": float(np.mean([t.sampled_tokens for t in usable])),
         "truncated_share": float(np.mean([t.status == "truncated" for t in usable])),
-        "distinct_first_actions": float(np.mean(first_actions)),
-        "repeated_actions_share": repeated_actions_share(groups),
-        "staleness_mean": float(np.mean([version - t.oldest_version for t in usable])),
-        "staleness_max": float(max(version - t.oldest_version for t in usable)),
     }
+    if not sampled.written:
+        first = [len({t.steps[0].action.raw for t in group.trainable}) for group in groups if group.trainable]
+        numbers |= {
+            "success": float(np.mean([succeeded(t) for t in usable])),
+            "distinct_first_actions": float(np.mean(first)),
+            "repeated_actions_share": repeated_actions_share(groups),
+            "staleness_mean": float(np.mean([version - t.oldest_version for t in usable])),
+            "staleness_max": float(max(version - t.oldest_version for t in usable)),
+        }
     for name, values in parts.items():
         numbers[f"reward/{name}"] = float(np.sum(values) / len(usable))
     return numbers | group_signal(batch.groups) | {f"credit/{k}": v for k, v in batch.credit.metrics.items()}

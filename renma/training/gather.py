@@ -33,10 +33,10 @@ class Gatherer:
             pairs = self.parts.preferences
             assert pairs is not None
             chosen = [pairs[i % len(pairs)] for i in range(position, position + count)]
-            return Sampled(chosen, next_position=position + count, seconds=time.perf_counter() - started)
+            return Sampled(chosen, next_position=position + count, written=True)
         written = await self._demonstrated(position, count) if source != "samples" else []
         if source == "demonstrations":
-            return Sampled(written, next_position=position + count, seconds=time.perf_counter() - started)
+            return Sampled(written, next_position=position + count, written=True, seconds=time.perf_counter() - started)
         groups, next_position, refills = await self._sampled(position, count, done)
         return Sampled(
             groups,

@@ -12,7 +12,8 @@ import pytest
 from renma.errors import RunError
 from renma.recipe import AlgorithmSection
 from renma.training.algorithms import Algorithm, resolve
-from renma.training.batch import learnable, make_batch
+from renma.training.batch import Sampled, learnable, make_batch
+from renma.training.batch_metrics import describe_batch
 from renma.training.gather import Gatherer
 from renma.types import Action, Group, Step, Task, Trajectory
 
@@ -129,6 +130,15 @@ def test_demonstrations_come_instead_of_samples_or_beside_them() -> None:
     assert sorted({row.trajectory for row in batch.rows}) == list(range(20))
 
 
+def test_what_the_policy_did_not_sample_says_nothing_of_it() -> None:
+    for name, speaks in (("sft", False), ("grpo", True)):
+        made = gatherer("m", algorithm(preset=name))
+        sampled = gather(made)
+        numbers = describe_batch(sampled, make_batch(sampled, made.algorithm), 3)
+        assert ("success" in numbers) == ("staleness_max" in numbers) == speaks
+        assert "return_mean" in numbers
+
+
 def test_recorded_pairs_are_taken_in_turn() -> None:
     made = gatherer("m", algorithm(preset="dpo", learns_from="preferences"))
     assert [g.task.id for g in gather(made, 4).groups] == ["pair 4", "pair 5", "pair 0", "pair 1"]
@@ -149,8 +159,8 @@ def test_task_normalisation_is_within_each_family() -> None:
             (Task("b", "", family="hard"), (100.0, 300.0)),
         )
     ]
-    sampled = SimpleNamespace(groups=groups, greedy=(), demonstrations=())
-    raw, scaled = (make_batch(sampled, chosen).credit.advantages for chosen in (plain, normal))  # type: ignore[arg-type]
+    sampled = Sampled(groups)
+    raw, scaled = (make_batch(sampled, chosen).credit.advantages for chosen in (plain, normal))
     assert [float(a[0]) for a in raw[1]] == [100.0, 300.0]
     assert [float(a[0]) for a in scaled[0]] == pytest.approx([1.0, -1.0], abs=1e-4)
     assert [float(a[0]) for a in scaled[1]] == pytest.approx([-1.0, 1.0], abs=1e-4)
