@@ -14,6 +14,7 @@ from renma.advice.situation import Situation
 
 OUT = -100
 LONG_HORIZON = 20  # actions
+SEVERAL = 5  # actions
 LONG_TRAJECTORY = 4096  # sampled tokens
 RARE, EASY = 0.05, 0.8  # shares of success
 
@@ -112,8 +113,8 @@ RULES: tuple[Rule, ...] = (
         note="dapo's penalty for overlong answers is the reward `overlong`",
     ),
     Rule(
-        ("horizon", "reward"), lambda s: s.horizon > 1 and s.reward == "sparse",
-        "many turns and one outcome: groups that agree feed the echo trap, so learn from those that differ",
+        ("horizon", "reward"), lambda s: s.horizon > SEVERAL and s.reward == "sparse",
+        "several turns and one outcome: groups that agree feed the echo trap, so learn from those that differ",
         "Wang et al. 2025 (RAGEN), StarPO-S",
         points(starpo_s=1),
     ),
