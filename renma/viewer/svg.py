@@ -96,6 +96,8 @@ class _Frame:
         if self.x_high == self.x_low:
             self.x_low, self.x_high = self.x_low - 0.5, self.x_high + 0.5
         low, high = (min(ys), max(ys)) if ys else (0.0, 1.0)
+        if chart.from_zero and low == high == 0.0:
+            high = 1.0  # nothing but zeros lies on the bottom line, not in the middle of an axis below 0
         self.y_ticks = ticks(min(0.0, low) if chart.from_zero else low, high, 4)
         self.y_low, self.y_high = self.y_ticks[0], self.y_ticks[-1]
         labels = [self._y_text(tick) for tick in self.y_ticks]

@@ -333,3 +333,9 @@ def test_what_an_algorithm_logs_besides_and_warnings_of_collapse_are_shown(tmp_p
     shown = Page(page(run))
     assert "Step 3: learner/entropy fell from 2 to 0.1 since step 2 <b>." in shown.text and "b" not in shown.tags
     assert "Critic: explained variance" in shown.text and "Preference loss" not in shown.text
+
+
+def test_a_share_that_is_always_zero_has_no_axis_below_zero():
+    flat = [(1.0, 0.0), (2.0, 0.0)]
+    text = draw(Chart("Clipped tokens", [Series("clipped", flat, 1)], True, True), 380, 190)
+    assert "100 %" in text and "-50" not in text and "\u221250" not in text
