@@ -31,6 +31,11 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.cold_start is not None:
         checked_options(DEMONSTRATORS, recipe.cold_start.demonstrator, "cold_start.demonstrator")
     if recipe.preferences is not None:
+        if recipe.preferences.type == "sampled":
+            raise RecipeError(
+                "preferences: 'sampled' pairs are the policy's own, and a resumed run would sample others: leave the "
+                "section out, dpo makes a pair of each sampled group; for recorded pairs take type run or jsonl"
+            )
         checked_options(PREFERENCES, recipe.preferences, "preferences", set(SUPPLIED))
     if recipe.training.steps:
         _check_training(recipe)

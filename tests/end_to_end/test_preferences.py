@@ -113,3 +113,10 @@ def test_dpo_learns_from_a_file_of_conversations(tmp_path: Path) -> None:
 def test_a_reward_that_waits_for_a_model_nobody_trains_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no reward_model section"):
         Trainer({**RLHF, "reward_model": None}, output=tmp_path, progress="quiet")
+
+
+def test_recorded_pairs_are_never_sampled(tmp_path: Path) -> None:
+    base = {key: value for key, value in RLHF.items() if key not in ("reward_model", "rewards", "algorithm")}
+    recipe = {**base, "preferences": {"type": "sampled"}, "algorithm": {"preset": "dpo", "learns_from": "preferences"}}
+    with pytest.raises(RecipeError, match="dpo makes a pair of each sampled group"):
+        Trainer(recipe, output=tmp_path, progress="quiet")
