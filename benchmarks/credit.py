@@ -55,6 +55,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo-token-0.95": _token(0.95),
     "steppo": _step(0.99),
     "steppo-0.95": _step(0.95),
+    # the step ratio is a mean over tokens, so PPO's bounds let one decisive token move much further
+    "steppo-wide": {**_step(0.99), "loss": {"type": "step_ratio", "low": 0.8, "high": 1.2}},
+    "steppo-wide-0.95": {**_step(0.95), "loss": {"type": "step_ratio", "low": 0.8, "high": 1.2}},
     # StepPO's estimator with PPO's loss: what of the difference is the credit's, and what the ratio's
     "steppo-clip": {**_step(0.99), "preset": "ppo"},
 }
@@ -205,6 +208,7 @@ def comparisons(runs: Sequence[dict[str, Any]], horizons: Sequence[int]) -> Tabl
         ("  gigpo over grpo", ("gigpo",), ("grpo",)),
         ("gamma 0.99 over 0.95, token GAE", ("ppo-token",), ("ppo-token-0.95",)),
         ("gamma 0.99 over 0.95, step GAE", ("steppo",), ("steppo-0.95",)),
+        ("bounds of 0.05 over 0.2, step ratio", ("steppo", "steppo-0.95"), ("steppo-wide", "steppo-wide-0.95")),
     ]
     for claim, better, worse in pairs:
         by_horizon = {doors: _differences(runs, better, worse, doors) for doors in horizons}

@@ -102,7 +102,7 @@ def table() -> dict[str, Callable[[], Algorithm]]:
         ("rloo", ("rloo",), ("reinforce",), "constant", "Ahmadian et al. 2024 (Back to basics), eq. 8; KL off"),
         ("remax", ("remax",), ("reinforce",), "constant", "Li et al. 2023 (ReMax), algorithm 1"),
         ("ppo", ("gae_token",), clip, "token_mean", "Schulman et al. 2017; Ouyang et al. 2022, GAE over tokens"),
-        ("steppo", ("gae_step",), ("step_ratio", {"low": 0.8, "high": 1.2}), "step_mean", "StepPO, GAE over steps"),
+        ("steppo", ("gae_step",), ("step_ratio", {"low": 0.95, "high": 1.05}), "step_mean", "StepPO, GAE over steps"),
         ("grpo", ("grpo",), clip, "sequence_mean", "Shao et al. 2024 (DeepSeekMath), eq. 3; the KL penalty is off"),
         ("grpo_mean", ("grpo", {"std": False}), clip, "token_mean", "grpo without std, over all tokens alike"),
         ("dr_grpo", ("dr_grpo",), clip, "constant", "Liu et al. 2025 (Understanding R1-Zero), section 3.2"),

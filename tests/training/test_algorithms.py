@@ -68,7 +68,7 @@ EXPECTED = {
     "rloo": (LEAVE_ONE_OUT, "constant", 2, NONE),
     "remax": (MEAN, "constant", 1, NONE),
     "ppo": (GROUPED, "token_mean", 1, CLIP),
-    "steppo": (GROUPED, "step_mean", 1, CLIP),
+    "steppo": (GROUPED, "step_mean", 1, (0.95, 1.05)),
     "grpo": (GROUPED, "sequence_mean", 2, CLIP),
     "grpo_mean": (MEAN, "token_mean", 2, CLIP),
     "dr_grpo": (MEAN, "constant", 2, CLIP),
