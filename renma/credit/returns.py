@@ -2,21 +2,21 @@
 
 | name | advantage | source |
 |---|---|---|
-| reinforce | R, or R - mean over the batch | Williams 1992 |
+| reinforce | R, or R - mean over the batch, or over the batches before | Williams 1992 |
 | remax | R - R(greedy trajectory of the same task) | Li et al. 2024 (ReMax, arXiv 2310.10505), equation 5 |
 | reinforce_pp | returns-to-go of the tokens, whitened over all | Hu 2025 (REINFORCE++, arXiv 2501.03262) |
 
-There is no running mean over batches: it would be state that a resumed run has to restore; `batch_mean` and the
-group-relative estimators need none.
+The running mean is the one estimator with a memory: it is part of a checkpoint (`state_dict`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from renma.credit.base import Evidence, Need, TrajectoryEstimator, Values, moments, returns_in
 from renma.credit.checks import discount
@@ -43,6 +43,34 @@ class Return(TrajectoryEstimator):
         if batch.uniform:
             return [np.zeros_like(values) for values in returns]
         return [values - batch.mean for values in returns]
+
+
+@dataclass(frozen=True, slots=True)
+class OverRunningMean(TrajectoryEstimator):
+    """R minus an exponential mean of the returns of earlier batches, which hold no action of this one: unbiased.
+
+    mean <- decay * mean + (1 - decay) * the batch's mean, after the batch is credited; the first batch has nothing
+    before it, so its own mean is taken off, and begins the memory. `memory` holds the mean once there is one.
+    """
+
+    name: str = "reinforce"
+    decay: float = 0.9
+    memory: list[float] = field(default_factory=list)
+
+    def values(self, groups: Sequence[Group], evidence: Evidence) -> list[Values]:
+        returns = returns_in(groups, evidence)
+        if not returns:
+            return returns
+        batch = moments(np.concatenate(returns)).mean
+        before = self.memory[0] if self.memory else batch
+        self.memory[:] = [self.decay * before + (1 - self.decay) * batch]
+        return [values - before for values in returns]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"memory": torch.tensor(self.memory, dtype=torch.float64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory[:] = [float(value) for value in state["memory"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +108,19 @@ class WhitenedReturns(TokenEstimator):
         return FlatCredit(whitened(values), metrics=spread)
 
 
-def reinforce(baseline: Literal["none", "batch_mean"] = "none") -> Return:
-    """The plain return; `batch_mean` takes the mean over the batch's trajectories off it.
+def reinforce(
+    baseline: Literal["none", "batch_mean", "running_mean"] = "none", decay: float = 0.9
+) -> Return | OverRunningMean:
+    """The plain return; `batch_mean` takes the mean over the batch's trajectories off it, `running_mean` that of the
+    batches before, whose share shrinks by `decay` with each.
 
-    The mean contains the trajectory itself, which shrinks its advantage by 1 part in the number of trajectories.
+    The batch's mean contains the trajectory itself, which shrinks its advantage by 1 part in the number of
+    trajectories; the running mean does not.
     """
+    if baseline == "running_mean":
+        if not 0 <= decay < 1:
+            raise RecipeError(f"advantage reinforce: decay must be at least 0 and below 1; got {decay}")
+        return OverRunningMean(decay=decay)
     return Return(baseline=baseline)
 
 

@@ -96,7 +96,7 @@ def table() -> dict[str, Callable[[], Algorithm]]:
     # fmt: off
     rows: tuple[tuple[Any, ...], ...] = (
         # name, advantage, loss, aggregate, source, the rest
-        ("reinforce", ("reinforce",), ("reinforce",), "constant", "Williams 1992; option baseline: batch_mean"),
+        ("reinforce", ("reinforce",), ("reinforce",), "constant", "Williams 1992; baseline: batch_mean, running_mean"),
         ("reinforce_pp", ("reinforce_pp",), clip, "token_mean", "Hu 2025 (REINFORCE++); the KL in the reward is off"),
         ("reinforce_pp_baseline", ("reinforce_pp", {"baseline": "group_mean"}), clip, "token_mean", "Hu 2025"),
         ("rloo", ("rloo",), ("reinforce",), "constant", "Ahmadian et al. 2024 (Back to basics), eq. 8; KL off"),

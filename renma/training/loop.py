@@ -71,6 +71,8 @@ class Loop:
             states["critic"] = self.judges.critic
         if self.parts.pool is not None:
             states["pool"] = self.parts.pool
+        if isinstance(self.algorithm.advantage, Stateful):
+            states["advantage"] = self.algorithm.advantage
         return states
 
     async def run(self) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,8 +19,10 @@ POLICY = "policy"
 STATE = "state.json"
 
 
+@runtime_checkable
 class Stateful(Protocol):
-    """What goes on exactly where it was, from tensors and plain values: the learner, the critic, a pool of policies."""
+    """What goes on exactly where it was, from tensors and plain values: the learner, the critic, a pool of policies,
+    an estimator with a memory."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

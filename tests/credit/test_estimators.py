@@ -285,3 +285,22 @@ def test_every_registered_estimator_is_made_from_a_recipe_component():
         build(ESTIMATORS, Component(type="grpo", sdt=False), "algorithm.advantage")
     with pytest.raises(RecipeError, match=r"algorithm.advantage.baseline"):
         build(ESTIMATORS, Component(type="reinforce", baseline="median"), "algorithm.advantage")
+
+
+def test_a_running_mean_is_of_the_batches_before_and_can_be_taken_up_again():
+    one = reinforce("running_mean", decay=0.5)
+
+    def batch(*returns):
+        return [group(*returns)]
+
+    first = credit(one, batch(1.0, 3.0)).advantages[0]
+    assert [float(a[0]) for a in first] == [-1.0, 1.0], "nothing came before: the batch's own mean"
+    second = credit(one, batch(4.0, 8.0)).advantages[0]
+    assert [float(a[0]) for a in second] == [2.0, 6.0], "minus 2, whatever this batch holds"
+    again = reinforce("running_mean", decay=0.5)
+    again.load_state_dict(one.state_dict())
+    for estimator in (one, again):
+        third = credit(estimator, batch(0.0, 0.0)).advantages[0]
+        assert [float(a[0]) for a in third] == [-4.0, -4.0], "0.5 * 2 + 0.5 * 6"
+    with pytest.raises(RecipeError, match="decay must be at least 0 and below 1"):
+        reinforce("running_mean", decay=1.0)

@@ -77,6 +77,7 @@ RESUMED = {
     "greedy baseline": ["algorithm.preset=remax"],
     "refills": ["algorithm.preset=dapo"],
     "teacher": ["algorithm.preset=distillation"],
+    "running mean": ["algorithm.preset=reinforce", "algorithm.advantage={type: reinforce, baseline: running_mean}"],
     "one slot": ["rollout.slots=1"],
     "older policies": ["rollout.cross_policy={mode: step, stale_share: 0.5}"],
 }
