@@ -21,7 +21,6 @@ import argparse
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.credit import HORIZONS
-from benchmarks.tiny_runs import Results, one_core, run, starting_policy
+from benchmarks.tiny_runs import Results, parsed, run, starting_policy
 from renma.evaluation.statistics import estimate_mean
 from renma.inference.local import LocalEngine
 from renma.models.policy import Policy
@@ -215,13 +214,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--doors", type=int, default=4, choices=HORIZONS)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate, the same for all")
-    parser.add_argument("--budget", type=int, help="environment steps of a run; default: that of the credit benchmark")
-    parser.add_argument("--out", type=Path, default=Path("correction.json"))
-    parser.add_argument("--policies", type=Path, help="folder of the starting policies; default: beside --out")
-    parser.add_argument("--table", action="store_true", help="print what is there; run nothing")
-    arguments = parser.parse_args()
-    arguments.policies = arguments.policies or arguments.out.with_suffix(".policies")
-    one_core()
+    arguments = parsed(parser, "correction.json")
     console, results = Console(), Results(arguments.out)
     if not arguments.table:
         measure(arguments, results, console)

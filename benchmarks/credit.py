@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.tiny_runs import STEPS_PER_DOOR, Results, one_core, run, starting_policy
+from benchmarks.tiny_runs import STEPS_PER_DOOR, Results, parsed, run, starting_policy
 from renma.evaluation.statistics import estimate_mean, sign_flip
 
 HORIZONS = (4, 8, 16)
@@ -249,14 +248,8 @@ def main() -> None:
     parser.add_argument("--horizons", nargs="+", type=int, default=list(HORIZONS), choices=HORIZONS, metavar="DOORS")
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("credit.json"))
-    parser.add_argument("--policies", type=Path, help="folder of the starting policies; default: beside --out")
-    parser.add_argument("--budget", type=int, help=f"environment steps of a run; default: {STEPS_PER_DOOR} a door")
     parser.add_argument("--tune", action="store_true", help="measure the learning rates instead, with the tuning seed")
-    parser.add_argument("--table", action="store_true", help="print what is there; run nothing")
-    arguments = parser.parse_args()
-    arguments.policies = arguments.policies or arguments.out.with_suffix(".policies")
-    one_core()
+    arguments = parsed(parser, "credit.json")
     console, results = Console(), Results(arguments.out)
     if not arguments.table:
         measure(arguments, results, console)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -258,6 +259,16 @@ class Results:
             os.replace(aside, self.path)
 
 
-def one_core() -> None:
-    """Tiny tensors gain nothing from more threads; two benchmarks can then share two cores."""
+def parsed(parser: argparse.ArgumentParser, out: str) -> argparse.Namespace:
+    """The command line, with the options that all these benchmarks have; `out` is where results go by default.
+
+    Tiny tensors gain nothing from more threads, so one is used; two benchmarks can then share two cores.
+    """
+    parser.add_argument("--out", type=Path, default=Path(out))
+    parser.add_argument("--policies", type=Path, help="folder of the starting policies; default: beside --out")
+    parser.add_argument("--budget", type=int, help=f"environment steps of a run; default: {STEPS_PER_DOOR} a door")
+    parser.add_argument("--table", action="store_true", help="print what is there; run nothing")
+    arguments = parser.parse_args()
+    arguments.policies = arguments.policies or arguments.out.with_suffix(".policies")
     torch.set_num_threads(1)
+    return arguments

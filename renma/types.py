@@ -188,6 +188,11 @@ class Trajectory:
         return float(sum(self.rewards.values())) + sum(float(sum(s.reward.values())) for s in self.steps)
 
     @property
+    def solved(self) -> bool:
+        """Whether the attempt solved its task: what the environment said, else a return of more than 0.5."""
+        return self.success if self.success is not None else self.ret > 0.5
+
+    @property
     def sampled_tokens(self) -> int:
         return sum(len(step.action_ids) for step in self.steps)
 

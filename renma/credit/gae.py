@@ -19,14 +19,20 @@ from renma.errors import RunError
 
 
 @dataclass(frozen=True, slots=True)
-class TokenAdvantages(TokenEstimator):
-    """GAE over a trajectory's sampled tokens, all steps in one sequence; a target at every token."""
+class _WithCritic(TokenEstimator):
+    """What both kinds of GAE are made with."""
 
-    name: str = "gae_token"
     needs: tuple[Need, ...] = ("values",)
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdvantages(_WithCritic):
+    """GAE over a trajectory's sampled tokens, all steps in one sequence; a target at every token."""
+
+    name: str = "gae_token"
 
     def flat(self, layout: Layout, evidence: Evidence) -> FlatCredit:
         values = layout.flat(evidence.values, "the critic's value")
@@ -40,14 +46,11 @@ class TokenAdvantages(TokenEstimator):
 
 
 @dataclass(frozen=True, slots=True)
-class StepAdvantages(TokenEstimator):
+class StepAdvantages(_WithCritic):
     """GAE over a trajectory's steps, spread over the tokens of each; a target at each step's first token only."""
 
     name: str = "gae_step"
-    needs: tuple[Need, ...] = ("values",)
     gamma: float = 0.99
-    lam: float = 0.95
-    whiten: bool = True
 
     def flat(self, layout: Layout, evidence: Evidence) -> FlatCredit:
         values = layout.flat(evidence.values, "the critic's value")[layout.first_tokens]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from renma.credit.base import moments, returns_of
 from renma.errors import RecipeError
-from renma.types import Group, Trajectory
+from renma.types import Group
 
 Selection = Callable[[Sequence[Group]], tuple[list[Group], list[Group]]]
 
@@ -42,7 +42,7 @@ def mixed(metric: Literal["return", "success"] = "return") -> Selection:
 
     def select(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
         if metric == "success":
-            return _divided(groups, lambda number: len({_solved(t) for t in groups[number].trainable}) > 1)
+            return _divided(groups, lambda number: len({t.solved for t in groups[number].trainable}) > 1)
         return _divided(groups, lambda number: _spread(groups[number]) > 0)
 
     return select
@@ -54,10 +54,6 @@ def _spread(group: Group) -> float:
         return -1.0
     own = moments(returns_of(group))
     return 0.0 if own.uniform else own.std
-
-
-def _solved(trajectory: Trajectory) -> bool:
-    return trajectory.success if trajectory.success is not None else trajectory.ret > 0.5
 
 
 def _divided(groups: Sequence[Group], keep: Callable[[int], bool]) -> tuple[list[Group], list[Group]]:

@@ -71,8 +71,8 @@ async def evaluate(
 def summarise(name: str, groups: Sequence[Group], k: int) -> EvaluationResult:
     counted = [(group, [t for t in group.trajectories if t.status != "failed"]) for group in groups]
     kept = [(group, members) for group, members in counted if members]
-    shares = np.array([np.mean([succeeded(t) for t in members]) for _, members in kept])
-    wins = [sum(succeeded(t) for t in members) for _, members in kept]
+    shares = np.array([np.mean([t.solved for t in members]) for _, members in kept])
+    wins = [sum(t.solved for t in members) for _, members in kept]
     trajectories = [t for _, members in kept for t in members]
     if not kept:
         low = high = success = at_k = float("nan")
@@ -102,8 +102,3 @@ def summarise(name: str, groups: Sequence[Group], k: int) -> EvaluationResult:
         lost=len(counted) - len(kept),
         groups=tuple(groups),
     )
-
-
-def succeeded(trajectory: Trajectory) -> bool:
-    """Whether the attempt solved its task: what the environment said, else a return of more than 0.5."""
-    return trajectory.success if trajectory.success is not None else trajectory.ret > 0.5

@@ -100,17 +100,12 @@ class Critic:
             total_steps=learner.total_steps,
         )
 
-    @torch.no_grad()
     def values(self, rows: Sequence[Row]) -> list[Floats]:
         """V of the state before each trained token, float32 [trained tokens] a row; nothing is learned."""
-        sizes = [int(np.count_nonzero(row.trained)) for row in rows]
-        result = np.zeros(sum(sizes), np.float32)
         self.trunk.inner.eval()
-        self.trunk.begin()
-        for tree in self.trunk.packs(list(rows), self.settings.max_positions):
-            result[tree.token] = self._at_tokens(self.trunk.hidden(tree), tree).float().cpu().numpy()
-        self.trunk.finish()
-        return np.split(result, np.cumsum(sizes)[:-1]) if sizes else []
+        return self.trunk.each_token(
+            rows, self.settings.max_positions, lambda tree: self._at_tokens(self.trunk.hidden(tree), tree)
+        )
 
     def state_values(self, groups: Sequence[Group], rows: Sequence[Row]) -> tuple[list[Floats], list[list[float]]]:
         """`values` of the rows, and for each group, for each trainable trajectory, the value after its last step.

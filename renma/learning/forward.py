@@ -6,6 +6,7 @@ given model is one, instead of a list of architectures that would go stale.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +21,7 @@ from renma.learning.optimizer import float32_home
 from renma.learning.rows import Row
 from renma.learning.tree import Pack, PackCost, pack
 from renma.models.experts import Routers
+from renma.types import Floats
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Of dense attention's arithmetic against a plain matrix product, and of the time one layer's operations take to launch,
@@ -82,6 +84,17 @@ class TreeTrunk:
                     "use the tokenizer that belongs to the model"
                 )
         return pack(rows, max_positions, self.cost)
+
+    @torch.no_grad()
+    def each_token(self, rows: Sequence[Row], max_positions: int, read: Callable[[Pack], Tensor]) -> list[Floats]:
+        """What `read` gives for the tokens of each pack [n], float32 [trained tokens] a row; nothing is learned."""
+        sizes = [int(np.count_nonzero(row.trained)) for row in rows]
+        result = np.zeros(sum(sizes), np.float32)
+        self.begin()
+        for tree in self.packs(list(rows), max_positions):
+            result[tree.token] = read(tree).float().cpu().numpy()
+        self.finish()
+        return np.split(result, np.cumsum(sizes)[:-1]) if sizes else []
 
     def _forget(self) -> None:
         self._embedded = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from renma.learning.forward import TreeModel
@@ -35,17 +33,10 @@ class Scorer:
         self.tree = TreeModel(model, output_ids=output_ids, temperature=temperature, logit_chunk=logit_chunk)
         self.tree.check()
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[Floats]:
         """log pi of each row's trained tokens, float32 [trained tokens] a row.
 
         Raises DataError for an id that is not in the vocabulary, or a trained one that is not among the output tokens.
         """
         self.model.eval()
-        sizes = [int(np.count_nonzero(row.trained)) for row in rows]
-        result = np.zeros(sum(sizes), np.float32)
-        self.tree.begin()
-        for pack in self.tree.packs(list(rows), self.max_positions):
-            result[pack.token] = self.tree.logprobs(pack)[0].float().cpu().numpy()
-        self.tree.finish()
-        return np.split(result, np.cumsum(sizes)[:-1]) if sizes else []
+        return self.tree.each_token(rows, self.max_positions, lambda pack: self.tree.logprobs(pack)[0])

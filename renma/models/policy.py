@@ -23,6 +23,7 @@ from renma.recipe import PretrainedModel, ScratchModel
 from renma.seeding import seed_for
 
 _FORMAT = 1
+ALIGNMENT = 64  # bytes, of memory that torch allocates itself
 
 
 @dataclass(slots=True)
@@ -91,7 +92,8 @@ def load_policy(
         for weights in model.parameters():
             # Weights lie in a file at any offset, and a product of one row rounds by the alignment of its memory: a
             # resumed run would sample with other last bits than the uninterrupted one.
-            weights.data = weights.data.clone()
+            if weights.data_ptr() % ALIGNMENT:
+                weights.data = weights.data.clone()
         stored = _read_output_ids(folder, rows=embedding_rows(model))
         source = section.source
     ids = stored

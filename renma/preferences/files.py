@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import Any, cast, get_args
 
@@ -12,6 +12,9 @@ from renma.preferences.written import TooLong, Writer, writer_for
 from renma.rollout.runner import Runner
 from renma.tasks.files import column, find_file, read_rows
 from renma.types import Group, Message, Role, Task, Trajectory
+
+MadeOf = Callable[[Writer, dict[str, Any], int], Awaitable[Group]]
+"""(writer, a line's columns, its number) -> the group that the line tells of."""
 
 
 class _Conversations:
@@ -25,7 +28,8 @@ class _Conversations:
         self._limit, self._drop_long = limit, drop_long
         self.dropped = 0
 
-    async def groups(self) -> list[Group]:
+    async def groups(self, made_of: MadeOf) -> list[Group]:
+        """The group that `made_of` makes of each line; DataError names the line of one that cannot be read."""
         self.dropped = 0
         writer = await writer_for(self._runner, self._renderer)
         found: list[Group] = []
@@ -33,7 +37,7 @@ class _Conversations:
             if self._limit is not None and len(found) >= self._limit:
                 break
             try:
-                found.append(await self._group(writer, row, number))
+                found.append(await made_of(writer, row, number))
             except TooLong as error:
                 if not self._drop_long:
                     raise self._fault(number, f"{error}; shorten it, or set drop_long: true") from error
@@ -43,9 +47,6 @@ class _Conversations:
         if not found:
             raise DataError(f"{self._file}: every line is longer than the model's context; take a longer one")
         return found
-
-    async def _group(self, writer: Writer, row: dict[str, Any], number: int) -> Group:
-        raise NotImplementedError
 
     async def _written(
         self, writer: Writer, number: int, member: int, prompt: Sequence[Message], said: Sequence[Message]
@@ -113,9 +114,9 @@ class JsonlPreferences(_Conversations):
         self._prompt, self._chosen, self._rejected = prompt, chosen, rejected
 
     async def pairs(self) -> list[Group]:
-        return await self.groups()
+        return await self.groups(self._pair)
 
-    async def _group(self, writer: Writer, row: dict[str, Any], number: int) -> Group:
+    async def _pair(self, writer: Writer, row: dict[str, Any], number: int) -> Group:
         said = [
             self._messages(column(row, name, self._file, number), number, name, "assistant")
             for name in (self._chosen, self._rejected)
@@ -160,9 +161,9 @@ class JsonlStepLabels(_Conversations):
         self._prompt, self._said, self._labels = prompt, said, labels
 
     async def judged(self) -> list[Group]:
-        return await self.groups()
+        return await self.groups(self._judged)
 
-    async def _group(self, writer: Writer, row: dict[str, Any], number: int) -> Group:
+    async def _judged(self, writer: Writer, row: dict[str, Any], number: int) -> Group:
         prompt = self._messages(column(row, self._prompt, self._file, number), number, self._prompt, "user")
         said = self._messages(column(row, self._said, self._file, number), number, self._said, "assistant")
         labels = column(row, self._labels, self._file, number)

@@ -9,26 +9,25 @@ A preset of your own is `module.path:Name`, an `Algorithm` or a function without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from renma.credit import ESTIMATORS, SELECTIONS
+from renma.credit.selection import Selection
 from renma.errors import RecipeError
 from renma.learning import CORRECTIONS, LOSSES
 from renma.learning.aggregate import Aggregate
 from renma.learning.correction import Correction
 from renma.learning.losses import PolicyLoss, traits
+from renma.learning.objective import OldLogprobs
 from renma.parts import build
 from renma.recipe import AlgorithmSection
 from renma.registry import Registry
-from renma.types import Group
 
-OldLogprobs = Literal["behaviour", "recompute", "on_policy"]
 LearnsFrom = Literal["samples", "demonstrations", "samples_and_demonstrations", "preferences"]
 KlForm = Literal["k2", "k3_ratio", "k1_reward"]
-Selection = Callable[[Sequence[Group]], tuple[list[Group], list[Group]]]
 
 
 @dataclass(frozen=True, slots=True)

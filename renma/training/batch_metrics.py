@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from renma.credit import group_signal
-from renma.evaluation.evaluate import succeeded
 from renma.training.batch import Batch, Sampled
 from renma.training.collapse import repeated_actions_share
 from renma.types import Group
@@ -47,7 +46,7 @@ def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, fl
     if not sampled.written:
         first = [len({t.steps[0].action.raw for t in group.trainable}) for group in groups if group.trainable]
         numbers |= {
-            "success": float(np.mean([succeeded(t) for t in usable])),
+            "success": float(np.mean([t.solved for t in usable])),
             "distinct_first_actions": float(np.mean(first)),
             "repeated_actions_share": repeated_actions_share(groups),
             "staleness_mean": float(np.mean([version - t.oldest_version for t in usable])),
@@ -60,5 +59,5 @@ def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, fl
 
 def solve_rate(groups: Sequence[Group]) -> float:
     """The share of usable trajectories that solved their task; 0 when there are none."""
-    usable = [succeeded(t) for group in groups for t in group.trainable]
+    usable = [t.solved for group in groups for t in group.trainable]
     return float(np.mean(usable)) if usable else 0.0

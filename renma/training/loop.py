@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from renma.errors import RunError
 from renma.learning.learner import Learner
+from renma.learning.losses import traits
 from renma.learning.rows import Row
 from renma.training.algorithms import Algorithm
 from renma.training.batch import Batch, Sampled, make_batch
@@ -43,7 +44,8 @@ class Loop:
     """Trains `parts.policy` from `version` to the recipe's last step.
 
     `records` takes every result out (metrics, trajectories, checkpoints); the loop itself writes nothing.
-    position: where the next batch begins in the order of tasks; None: after `version` batches of the plain size.
+    position: where the next batch begins in the order of tasks; `start`: where the first does, None: after `version`
+    batches of the plain size.
     """
 
     parts: Parts
@@ -51,17 +53,17 @@ class Loop:
     algorithm: Algorithm
     records: Records
     version: int = 0
-    position: int | None = None
+    start: InitVar[int | None] = None
     judges: Judges = field(default_factory=Judges)
     gatherer: Gatherer = field(init=False)
+    position: int = field(init=False)
     _running: dict[int, asyncio.Task[Sampled]] = field(default_factory=dict)
     _checked: bool = False
     _sync_seconds: float = 0.0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, start: int | None) -> None:
         self.gatherer = Gatherer(self.parts, self.algorithm)
-        if self.position is None:
-            self.position = self.version * self.parts.recipe.rollout.tasks_per_step
+        self.position = self.version * self.parts.recipe.rollout.tasks_per_step if start is None else start
 
     @property
     def states(self) -> dict[str, Stateful]:
@@ -98,7 +100,6 @@ class Loop:
 
     def _start_batches(self) -> None:
         training, size = self.parts.recipe.training, self.parts.recipe.rollout.tasks_per_step
-        assert self.position is not None
         for ahead in range(min(training.staleness + 1, training.steps - self.version)):
             batch = self.version + ahead
             if batch not in self._running:
@@ -177,7 +178,7 @@ class Loop:
 
     def _constant_length(self) -> float:
         """The divisor of `constant`: an episode's most tokens; of pairs, the 2 trajectories that make one (dpo)."""
-        if getattr(self.algorithm.loss, "whole_groups", False):
+        if traits(self.algorithm.loss).whole_groups:
             return 0.5
         return float(self.parts.recipe.sampling.max_tokens * self.parts.max_turns)
 

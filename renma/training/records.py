@@ -138,7 +138,7 @@ class Records:
         if loop.version == self.saved:
             return
         self.store.flush()
-        progression = Progression(loop.version, loop.position or 0, self.seconds, self.evaluated)
+        progression = Progression(loop.version, loop.position, self.seconds, self.evaluated)
 
         def write(folder: Path) -> None:
             write_state(folder, self.parts.policy, loop.states, progression)

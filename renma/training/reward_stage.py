@@ -16,7 +16,7 @@ from typing import Any
 
 from renma.errors import RecipeError, RunError
 from renma.learning.reward_learner import RewardLearner
-from renma.learning.reward_model import HEAD, RewardModel
+from renma.learning.reward_model import RewardModel
 from renma.models.policy import Policy, load_policy
 from renma.parts import build, checked_options
 from renma.preferences import PREFERENCES, SUPPLIED, Judgements, Preferences
@@ -73,11 +73,6 @@ def preference_source(parts: Parts, component: Component, place: str) -> Any:
         task_at=parts.task_at,
         seed=seed_for(parts.recipe.seed, "preferences"),
     )
-
-
-def trained(folder: Path) -> bool:
-    """Whether a run's folder already holds its reward model (a resumed run does not train it again)."""
-    return (folder / REWARD_MODEL / HEAD).is_file()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from renma.evaluation.evaluate import EvaluationResult, succeeded
+from renma.evaluation.evaluate import EvaluationResult
 from renma.event_loop import run_to_end
 from renma.recipe import Recipe
 from renma.recipe_checks import check_recipe, derived_facts
@@ -156,7 +156,7 @@ def sample_episode(group: Group) -> dict[str, Any]:
         "task": trajectory.task.prompt,
         "answer": str(trajectory.task.answer),
         "return": trajectory.ret,
-        "success": succeeded(trajectory),
+        "success": trajectory.solved,
         "stop_reason": trajectory.stop_reason,
         "steps": [
             {

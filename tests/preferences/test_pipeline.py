@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from renma.errors import RecipeError, RunError
+from renma.learning.reward_model import HEAD
 from renma.models.policy import Policy, load_policy, save_policy
 from renma.preferences.base import LABEL
 from renma.recipe import Component, LearnerSection, RewardModelSection
 from renma.recipe_load import load_recipe
 from renma.rewards.base import build_rewards
 from renma.rewards.learned import learned, prepare
-from renma.training.reward_stage import RewardStage, check_reward_model, trained
+from renma.training.reward_stage import REWARD_MODEL, RewardStage, check_reward_model
 from renma.training.setup import Parts, assemble
 from renma.types import Group, Trajectory
 from tests.end_to_end.tiny import TINY
@@ -74,7 +75,7 @@ def test_sampled_preferences_make_a_reward_model_whose_scores_are_rewards(tmp_pa
         assert [step for step, _ in reports] == list(range(1, total + 1))
         assert numbers["train/items"] + numbers["held_out/items"] == len(found)
         folder = stage.save(tmp_path)
-        assert trained(tmp_path)
+        assert (tmp_path / REWARD_MODEL / HEAD).is_file()
         prepare(own.runner.rewards, own.policy, stage=folder)
         tasks = [own.task_at(100 + place) for place in range(4)]
         return numbers, await own.runner.groups(tasks, 8, first=100)
