@@ -151,6 +151,16 @@ class Step:
                 f"{len(self.action_ids)} ids, {len(self.logprobs)} logprobs, {len(self.versions)} versions"
             )
 
+    def goes_on_from(self, earlier: Step) -> bool:
+        """Whether the prompt begins with all of an earlier step: its prompt and its action."""
+        kept, said, seen = earlier.prompt_ids, earlier.action_ids, self.prompt_ids
+        start, end = len(kept), len(kept) + len(said)
+        if len(seen) < end or not np.array_equal(seen[start:end], said):
+            return False
+        # Prompts that grow on one tape (tape.py) share their memory: a long episode is not compared turn by turn.
+        shared = seen.ctypes.data == kept.ctypes.data and (seen.dtype, seen.strides) == (kept.dtype, kept.strides)
+        return shared or bool(np.array_equal(seen[:start], kept))
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
@@ -203,7 +213,7 @@ class Trajectory:
 
     @property
     def trainable(self) -> bool:
-        return self.status != "failed" and self.sampled_tokens > 0
+        return self.status != "failed" and any(len(step.action_ids) for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ class Renderer(Protocol):
     def extend(
         self,
         history: Sequence[Message],
-        prompt_ids: Sequence[int],
-        action_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Ids,
+        action_ids: Sequence[int] | Ids,
         new: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
@@ -49,10 +49,30 @@ class Renderer(Protocol):
         ...
 
 
+class Continues(Protocol):
+    """A renderer that can say what is new alone, so that a turn costs what is new in it, however long the episode."""
+
+    def follow(
+        self,
+        history: Sequence[Message],
+        action_ids: Sequence[int] | Ids,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int] | None:
+        """What `extend` puts after prompt_ids + action_ids; None where the earlier text may have to change."""
+        ...
+
+
 class Parser(Protocol):
     """Sampled ids to an Action. Never raises on what a model wrote: a bad call becomes a ToolCall with `error`."""
 
     def parse(self, ids: Sequence[int], text: str) -> Action: ...
+
+
+class KnowsTools(Protocol):
+    """A parser that reads differently when it knows the tools' names."""
+
+    def with_tools(self, names: Sequence[str]) -> Parser: ...
 
 
 class Agent(Protocol):

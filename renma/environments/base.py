@@ -22,10 +22,13 @@ class Environment:
 
     thread_safe: False when two instances in one process disturb each other (module-level state); a recipe that would
     run more than one at a time is then refused.
+    blocking: False in a class whose own plain methods and constructor never wait and take no time to speak of: they are
+    then called in the event loop, which is quicker than a thread. A subclass has to say so again for itself.
     max_turns: the most actions an episode may take when the recipe does not say.
     """
 
     thread_safe: ClassVar[bool] = True
+    blocking: ClassVar[bool] = True
     max_turns: int = 16
 
     def reset(self, task: Task) -> Observation | str | Awaitable[Observation | str]:

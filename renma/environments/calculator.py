@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from renma.environments.tool_environment import ToolEnvironment
 from renma.errors import DataError, RecipeError
 from renma.rewards.numbers import same_number
@@ -16,6 +18,8 @@ class CalculatorEnvironment(ToolEnvironment):
     max_operations: the binary operations one call may hold; 1 makes a pocket calculator, which a sum of n terms must be
     fed n - 1 times. None: no such limit. max_turns: actions an episode may take when the recipe does not say.
     """
+
+    blocking: ClassVar[bool] = False
 
     def __init__(self, *, max_operations: int | None = None, max_turns: int = 8) -> None:
         if max_operations is not None and max_operations < 1:

@@ -8,6 +8,10 @@ A reward in two lines, named in a recipe as `my_rewards.py:short`:
 It may be `async`, and it may return None: no opinion. What has no opinion counts in no sum and no average; a trajectory
 on which every reward has none is an error, because it would silently become a zero.
 
+A plain reward is called in a thread, so that the policy goes on sampling meanwhile and several trajectories are scored
+at once. One that takes no time says `short.blocking = False` (a class: `blocking = False`) and is called where it is;
+one that must not run beside itself says `thread_safe = False`.
+
 A process reward returns a sequence instead, one number (or None) for each step; each lands on its own step:
 
     def brief(trajectory):
@@ -20,6 +24,7 @@ import asyncio
 import functools
 import inspect
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,8 +32,10 @@ from renma.errors import RecipeError, RenmaError
 from renma.parts import build, checked_options
 from renma.recipe import Component
 from renma.rewards import REWARDS
+from renma.rollout.threads import call, is_async, may_block, unwrapped
 from renma.types import Trajectory
 
+_ONE_AT_A_TIME = threading.Lock()  # of the rewards that are not thread-safe
 Verdict = float | Sequence[float | None] | None
 Reward = Callable[[Trajectory], Verdict | Awaitable[Verdict]]
 
@@ -40,6 +47,27 @@ class NamedReward:
     name: str
     function: Reward
     weight: float = 1.0
+
+    @property
+    def blocking(self) -> bool:
+        """Whether it needs a thread."""
+        return may_block(self.function)
+
+    @property
+    def instant(self) -> bool:
+        """Whether it answers where it is called, without waiting for anything."""
+        return not self.blocking and not is_async(self.function)
+
+    async def __call__(self, trajectory: Trajectory) -> Verdict:
+        """What it says, from a thread where it needs one."""
+        given = await call(self._alone, trajectory) if self.blocking else self.function(trajectory)
+        return await given if inspect.isawaitable(given) else given
+
+    def _alone(self, trajectory: Trajectory) -> Verdict | Awaitable[Verdict]:
+        if getattr(unwrapped(self.function), "thread_safe", True):
+            return self.function(trajectory)
+        with _ONE_AT_A_TIME:
+            return self.function(trajectory)
 
 
 class RewardError(RenmaError):
@@ -122,8 +150,7 @@ async def combine_rows(rewards: Sequence[NamedReward], trajectories: Sequence[Tr
 async def _judge(rewards: Sequence[NamedReward], trajectory: Trajectory) -> Judgement:
     found = Judgement({}, tuple({} for _ in trajectory.steps))
     for reward in rewards:
-        given = reward.function(trajectory)
-        value = await given if inspect.isawaitable(given) else given
+        value = await reward(trajectory)
         # Arrays, tensors and their scalars become plain lists and numbers.
         plain: object = value.tolist() if hasattr(value, "tolist") else value  # type: ignore[union-attr]
         if isinstance(plain, list | tuple):

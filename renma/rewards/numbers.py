@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 MAX_CHARACTERS = 1000
@@ -46,6 +47,11 @@ def parse_number(text: str) -> Fraction | None:
     """
     if len(text) > MAX_CHARACTERS:
         text = text[-MAX_CHARACTERS:] if "####" in text[-MAX_CHARACTERS:] else ""
+    return _stated(text)
+
+
+@lru_cache(4096)  # a group's answers and its task's number are the same few again and again
+def _stated(text: str) -> Fraction | None:
     text = text.rpartition("####")[2].replace("−", "-").replace("\u00a0", " ")
     text = _GROUP_MARK.sub("", text)
     text = _FRACTION.sub(r" \1/\2 ", text)

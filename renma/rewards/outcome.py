@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from renma.errors import RecipeError
 from renma.rewards.numbers import number_of, same_number
 from renma.types import Trajectory
@@ -13,6 +15,8 @@ class Success:
     An episode that was cut off before the environment could say counts as not solved: done is not won. None when a
     finished environment says nothing of success.
     """
+
+    blocking: ClassVar[bool] = False
 
     def __call__(self, trajectory: Trajectory) -> float | None:
         if trajectory.success is None and trajectory.status == "done":
@@ -26,6 +30,8 @@ class AnswerNumber:
     What counts as stating a number is told in rewards/numbers.py.
     """
 
+    blocking: ClassVar[bool] = False
+
     def __call__(self, trajectory: Trajectory) -> float | None:
         if number_of(trajectory.task.answer) is None:
             return None
@@ -36,6 +42,8 @@ class AnswerNumber:
 
 class Format:
     """The share of actions that are well formed: calls that could all be parsed, or a text. None without actions."""
+
+    blocking: ClassVar[bool] = False
 
     def __call__(self, trajectory: Trajectory) -> float | None:
         if not trajectory.steps:
@@ -50,6 +58,8 @@ class Format:
 
 class Turns:
     """A penalty for each action past the first `free` ones: -cost × their number."""
+
+    blocking: ClassVar[bool] = False
 
     def __init__(self, *, cost: float = 0.01, free: int = 1) -> None:
         if cost < 0 or free < 0:
@@ -67,6 +77,8 @@ class Overlong:
     min(0, -factor × (tokens - (limit - buffer)) / buffer), and never below -factor (Yu et al. 2025, DAPO, eq. 13).
     limit, buffer: in sampled tokens of the whole trajectory.
     """
+
+    blocking: ClassVar[bool] = False
 
     def __init__(self, *, limit: int, buffer: int, factor: float = 1.0) -> None:
         if not 1 <= buffer <= limit or factor < 0:

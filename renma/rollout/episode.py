@@ -19,7 +19,8 @@ from renma.agents.base import Agent, ContextFull
 from renma.environments.base import Environment, as_observation
 from renma.environments.tool_environment import ToolEnvironment
 from renma.errors import RenmaError
-from renma.rollout.threads import call
+from renma.profiling import interval
+from renma.rollout.threads import call, may_block
 from renma.types import Ids, Observation, Status, Step, StepResult, StopReason, Task, Trajectory
 
 AgentMaker = Callable[[Task, int, list[dict[str, Any]]], Agent]
@@ -220,12 +221,12 @@ def _next_prompt(agent: Agent, observation: Observation) -> Ids | None:
 async def _environment(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the user's code: async awaited, plain in a thread; what it raises becomes EnvironmentFailed."""
     try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        if getattr(function, "__func__", None) in OURS:
-            return function(*arguments)
-        value = await call(function, *arguments)
-        return await value if inspect.isawaitable(value) else value
+        with interval("environment"):
+            if getattr(function, "__func__", None) in OURS or not may_block(function):
+                value = function(*arguments)
+            else:
+                value = await call(function, *arguments)
+            return await value if inspect.isawaitable(value) else value
     except (asyncio.CancelledError, TimeoutError):
         raise
     except Exception as failure:

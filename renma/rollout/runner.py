@@ -13,6 +13,7 @@ from renma.agents.base import Agent
 from renma.environments.base import Environment
 from renma.errors import RenmaError
 from renma.inference.base import Engine
+from renma.profiling import interval
 from renma.rewards.base import NamedReward, combine
 from renma.rollout.episode import EpisodeRules, describe, run_episode
 from renma.seeding import seed_for
@@ -24,9 +25,11 @@ MakeAgent = Callable[[Engine, Task, int, list[dict[str, Any]], Callable[[int], i
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs episodes over one engine, at most `concurrency` open at once.
+    """Runs episodes over one engine, at most `concurrency` open at once: as one ends, the next of the one queue begins,
+    so that no place waits for the longest.
 
-    `rewards` empty: the environment's own step rewards are the return.
+    rewards: empty, the environment's own step rewards are the return. Each trajectory is scored as it ends, while the
+    others are sampled; what may hold the event loop up runs in threads, for `reward_workers` trajectories at once.
     """
 
     engine: Engine
@@ -36,6 +39,7 @@ class Runner:
     rewards: Sequence[NamedReward] = ()
     run_seed: int = 0
     concurrency: int = 64
+    reward_workers: int = 8
 
     async def groups(
         self,
@@ -53,35 +57,47 @@ class Runner:
         """
         finished: dict[tuple[int, int], Trajectory] = {}
         waiting = deque((index, member) for index in range(len(tasks)) for member in range(size))
+        at_once = all(reward.instant for reward in self.rewards)
+        threads = self.reward_workers if any(reward.blocking for reward in self.rewards) else len(waiting)
+        scorers = asyncio.Semaphore(max(threads, 1))
 
         async def worker() -> None:
-            # One worker keeps one place open in the engine from its first episode to its last, scoring included: an
-            # engine that waits for every open episode then never decodes while the next one is still on its way.
+            # One worker keeps one place open in the engine from its first episode to its last: an engine that waits for
+            # every open episode then never decodes while the next is still on its way. Nor does it wait for rewards.
             self.engine.episode_opened()
             try:
                 while waiting:
                     index, member = waiting.popleft()
-                    trajectory = await self.episode(tasks[index], member, position=first + index, purpose=purpose)
-                    finished[index, member] = trajectory
-                    if done is not None:
-                        done(trajectory)
+                    with interval("episode"):
+                        trajectory = await self.episode(tasks[index], member, position=first + index, purpose=purpose)
+                    if at_once or trajectory.status == "failed":
+                        keep(index, member, await self.scored(trajectory))
+                    else:
+                        jobs.create_task(score(index, member, trajectory))
             finally:
                 self.engine.episode_closed()
 
-        workers = [asyncio.create_task(worker()) for _ in range(min(self.concurrency, len(waiting)))]
+        async def score(index: int, member: int, trajectory: Trajectory) -> None:
+            async with scorers:
+                keep(index, member, await self.scored(trajectory))
+
+        def keep(index: int, member: int, trajectory: Trajectory) -> None:
+            finished[index, member] = trajectory
+            if done is not None:
+                done(trajectory)
+
         try:
-            await asyncio.gather(*workers)
-        except BaseException:
-            for job in workers:
-                job.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-            raise
+            async with asyncio.TaskGroup() as jobs:  # the first error ends all of them
+                for _ in range(min(self.concurrency, len(waiting))):
+                    jobs.create_task(worker())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         return [
             Group(task, tuple(finished[index, member] for member in range(size))) for index, task in enumerate(tasks)
         ]
 
     async def episode(self, task: Task, member: int, *, position: int, purpose: str) -> Trajectory:
-        """One episode, scored."""
+        """One episode, with the environment's own rewards."""
         seed = seed_for(self.run_seed, purpose, position, f"{task.family}/{task.id}", member)
 
         def make_agent(task: Task, member: int, tools: list[dict[str, Any]]) -> Agent:
@@ -90,8 +106,7 @@ class Runner:
 
             return self.make_agent(self.engine, task, member, tools, turn_seed, (position, member))
 
-        trajectory = await run_episode(task, member, self.make_environment, make_agent, self.rules, seed=seed)
-        return await self.scored(trajectory)
+        return await run_episode(task, member, self.make_environment, make_agent, self.rules, seed=seed)
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its rewards, on the outcome or on the steps they judge; one whose reward fails is failed,
@@ -100,7 +115,8 @@ class Runner:
             return trajectory
         started = time.perf_counter()
         try:
-            judgement = await combine(self.rewards, trajectory)
+            with interval("reward"):
+                judgement = await combine(self.rewards, trajectory)
         except RenmaError:
             raise
         except Exception as error:

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from renma.errors import DataError, RunError
+from renma.profiling import timed
 from renma.rollout.trajectory_rows import Record, from_rows, to_table
 from renma.types import Floats, Group, Step, Trajectory
 
@@ -88,6 +89,7 @@ class TrajectoryStore:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
+    @timed("writer")
     def _write(
         self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[Floats] | None] | None, phase: str
     ) -> None:

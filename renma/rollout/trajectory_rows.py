@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from renma.errors import DataError
+from renma.tape import Tape
 from renma.types import Action, Floats, Group, Ids, Message, Observation, Routing, Step, Task, ToolCall, Trajectory
 
 _DEEPEST = 64  # nesting past this is cut: model output reaches tool arguments, and a deep enough one ends the process
 _LONGEST_INT = 4096  # bits; Python refuses to print integers of more than 4300 digits
 
+_STRICT = json.JSONEncoder(allow_nan=False)
 _parts = pa.map_(pa.string(), pa.float64())
 _ids = pa.list_(pa.int32())
 _floats = pa.list_(pa.float32())
@@ -55,7 +58,10 @@ SCHEMA = pa.schema(
         # the step
         ("agent", pa.string()),
         ("policy", pa.string()),
+        # What is new of the prompt; before it stand the prompt and action of the row before, `prompt_shared` ids in all
+        # (0 where the prompt is new from its first token): a long episode is written once, not once a turn.
         ("prompt_ids", _ids),
+        ("prompt_shared", pa.int32()),
         ("action_ids", _ids),
         ("logprobs", _floats),
         ("versions", _ids),
@@ -76,7 +82,7 @@ SCHEMA = pa.schema(
         ("seconds", _parts),
         ("exact", pa.string()),  # JSON of the text columns that were not valid Unicode
     ],
-    metadata={"renma_trajectories": "1"},
+    metadata={"renma_trajectories": "2"},
 )
 
 
@@ -94,7 +100,7 @@ class Record:
 def to_json(value: Any) -> str:
     """Strict ASCII JSON of any value; `from_json` gives back JSON types, tuples, bytes, non-finite floats, huge
     integers and mappings with any such keys exactly. numpy scalars and arrays come back as Python numbers and lists."""
-    return json.dumps(_plain(value, 0), allow_nan=False)
+    return _STRICT.encode(_plain(value, 0))
 
 
 def from_json(text: str) -> Any:
@@ -159,26 +165,32 @@ def to_table(
         if values is not None and len(values) != len(group.trainable):
             raise ValueError(f"{len(values)} advantage arrays for {len(group.trainable)} trajectories of a group")
         remaining = iter(values or ())
+        place = {"step": step, "phase": phase, "group": index} | _task_row(group.task)
         for trajectory in group.trajectories:
             value = next(remaining) if values is not None and trajectory.trainable else None
-            place = {"step": step, "phase": phase, "group": index}
-            rows.extend(_rows(trajectory, value, place))
+            own = place if trajectory.task is group.task else place | _task_row(trajectory.task)
+            rows.extend(_rows(trajectory, value, own))
     return pa.table({name: [row.get(name) for row in rows] for name in SCHEMA.names}, schema=SCHEMA)
 
 
-def _rows(trajectory: Trajectory, advantages: Floats | None, place: dict[str, Any]) -> list[dict[str, Any]]:
-    task = trajectory.task
-    if advantages is not None and len(advantages) != trajectory.sampled_tokens:
-        raise ValueError(
-            f"{len(advantages)} advantages for {trajectory.sampled_tokens} sampled tokens of task {task.id!r}"
-        )
-    shared = place | {
-        "member": trajectory.member,
+def _task_row(task: Task) -> dict[str, Any]:
+    return {
         "task_id": task.id,
         "family": task.family,
         "task_prompt": task.prompt,
         "task_answer": to_json(task.answer),
         "task_data": to_json(task.data),
+    }
+
+
+def _rows(trajectory: Trajectory, advantages: Floats | None, place: dict[str, Any]) -> list[dict[str, Any]]:
+    if advantages is not None and len(advantages) != trajectory.sampled_tokens:
+        raise ValueError(
+            f"{len(advantages)} advantages for {trajectory.sampled_tokens} sampled tokens of task "
+            f"{trajectory.task.id!r}"
+        )
+    shared = place | {
+        "member": trajectory.member,
         "status": trajectory.status,
         "stop_reason": trajectory.stop_reason,
         "success": trajectory.success,
@@ -193,21 +205,26 @@ def _rows(trajectory: Trajectory, advantages: Floats | None, place: dict[str, An
     following = {"next_prompt_ids": trajectory.next_prompt_ids}
     if not trajectory.steps:
         return [_readable(shared | following)]
-    ends = np.cumsum([len(step.action_ids) for step in trajectory.steps])[:-1]
-    pieces = [None] * len(trajectory.steps) if advantages is None else np.split(advantages, ends)
-    rows = [
-        shared | {"turn": turn, "advantages": piece} | _step_row(step)
-        for turn, (step, piece) in enumerate(zip(trajectory.steps, pieces, strict=True))
-    ]
+    rows: list[dict[str, Any]] = []
+    start = 0
+    for turn, step in enumerate(trajectory.steps):
+        end = start + len(step.action_ids)
+        piece = None if advantages is None else advantages[start:end]
+        rows.append(_readable(shared | {"turn": turn, "advantages": piece} | _step_row(step, trajectory.steps, turn)))
+        start = end
     rows[-1] |= following
-    return [_readable(row) for row in rows]
+    return rows
 
 
-def _step_row(step: Step) -> dict[str, Any]:
+def _step_row(step: Step, steps: Sequence[Step], turn: int) -> dict[str, Any]:
+    shared = 0
+    if turn and step.goes_on_from(steps[turn - 1]):
+        shared = len(steps[turn - 1].prompt_ids) + len(steps[turn - 1].action_ids)
     return {
+        "prompt_ids": step.prompt_ids[shared:],
+        "prompt_shared": shared,
         "agent": step.agent,
         "policy": step.policy,
-        "prompt_ids": step.prompt_ids,
         "action_ids": step.action_ids,
         "logprobs": step.logprobs,
         "versions": step.versions,
@@ -229,14 +246,15 @@ def _step_row(step: Step) -> dict[str, Any]:
 
 
 def _readable(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with every text valid Unicode; originals of those that were not in `exact`."""
+    """The row, changed so that every text is valid Unicode; originals of those that were not in `exact`."""
     exact: dict[str, str] = {}
     for name, value in row.items():
-        if isinstance(value, str):
+        if isinstance(value, str) and not value.isascii():
             safe = value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
             if safe != value:
                 exact[name], row[name] = value, safe
-    return row | {"exact": to_json(exact) if exact else None}
+    row["exact"] = to_json(exact) if exact else None
+    return row
 
 
 def _numbers(parts: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -273,7 +291,7 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> Record:
     trajectory = Trajectory(
         task=task,
         member=first["member"],
-        steps=tuple(_step(row) for row in stepped),
+        steps=tuple(_steps(stepped)),
         status=first["status"],
         stop_reason=first["stop_reason"],
         success=first["success"],
@@ -290,9 +308,27 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> Record:
     return Record(first["step"], first["phase"], first["group"], trajectory, advantages)
 
 
-def _step(row: dict[str, Any]) -> Step:
+def _steps(rows: Sequence[dict[str, Any]]) -> Iterator[Step]:
+    """The steps of rows in turn order; none of their prompts shares anything in files that were written before."""
+    tape = Tape()
+    for row in rows:
+        shared = row.get("prompt_shared") or 0
+        if not shared:
+            tape = Tape()
+        if shared != len(tape):
+            raise DataError(
+                f"turn {row['turn']} of task {row['task_id']!r} member {row['member']} goes on from {shared} tokens, "
+                f"but the rows before it hold {len(tape)}: read all rows of a trajectory"
+            )
+        tape.extend(row["prompt_ids"])
+        step = _step(row, tape.view())
+        tape.extend(step.action_ids)
+        yield step
+
+
+def _step(row: dict[str, Any], prompt_ids: Ids) -> Step:
     return Step(
-        prompt_ids=np.array(row["prompt_ids"], dtype=np.int32),
+        prompt_ids=prompt_ids,
         action_ids=np.array(row["action_ids"], dtype=np.int32),
         logprobs=np.array(row["logprobs"], dtype=np.float32),
         versions=np.array(row["versions"], dtype=np.int32),

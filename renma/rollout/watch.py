@@ -34,7 +34,7 @@ def watch(
     """Run and print episodes. split: an evaluation set's name; None: the training tasks."""
     parts = open_source(source, recipe, overrides, {"evaluation.temperature": temperature})
     tasks = chosen_tasks(parts, split, first, episodes)
-    groups = asyncio.run(parts.evaluator.groups(tasks, 1, first=first, purpose="watch"))
+    groups = asyncio.run(parts.closing(parts.evaluator.groups(tasks, 1, first=first, purpose="watch")))
     trajectories = [t for group in groups for t in group.trajectories]
     console = Console()
     for trajectory in trajectories:

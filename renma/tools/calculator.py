@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from decimal import ROUND_HALF_EVEN, Decimal, localcontext
 from fractions import Fraction
+from functools import lru_cache
 
 from renma.tools.base import ToolError
 
@@ -44,6 +45,11 @@ def evaluate(expression: str, max_operations: int | None = None) -> Fraction:
     """
     if len(expression) > MAX_CHARACTERS:
         raise CalculatorError(f"expression longer than {MAX_CHARACTERS} characters")
+    return _value(expression, max_operations)
+
+
+@lru_cache(4096)  # a group asks the same few sums again and again
+def _value(expression: str, max_operations: int | None) -> Fraction:
     tokens = _tokens(expression.translate(_SAME_SIGN))
     if not tokens:
         raise CalculatorError("empty expression")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from renma.evaluation.evaluate import EvaluationResult, evaluate
+from renma.profiling import span
 from renma.rollout.store import TrajectoryStore
 from renma.training.batch import Batch
 from renma.training.checkpoints import save_checkpoint
@@ -54,14 +55,16 @@ class Records:
 
     def learned(self, step: int, groups: Sequence[Group], batch: Batch, metrics: dict[str, float]) -> None:
         """One training step's results; `step` counts from 0, its metrics are logged as step + 1 updates done."""
-        self.store.append(step, batch.groups, batch.credit.advantages, phase="train")
-        kept = {id(group) for group in batch.groups}
-        lost = [group for group in groups if id(group) not in kept]
-        if lost:
-            self.store.append(step, lost, None, phase="dropped")
-        self.metrics(step + 1, "train", metrics)
-        self.progress.step({"step": step + 1, **metrics})
-        self._warn(step, metrics)
+        with span("store"):
+            self.store.append(step, batch.groups, batch.credit.advantages, phase="train")
+            kept = {id(group) for group in batch.groups}
+            lost = [group for group in groups if id(group) not in kept]
+            if lost:
+                self.store.append(step, lost, None, phase="dropped")
+        with span("metrics"):
+            self.metrics(step + 1, "train", metrics)
+            self.progress.step({"step": step + 1, **metrics})
+            self._warn(step, metrics)
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
         """Say what a glance at the numbers would not tell: a collapse, or a correction that takes the batch away."""
@@ -147,5 +150,7 @@ class Records:
         self.saved = loop.version
 
     def close(self) -> None:
-        self.store.close()
-        self.log.close()
+        try:
+            self.store.close()
+        finally:
+            self.log.close()

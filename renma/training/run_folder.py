@@ -6,6 +6,7 @@ events.jsonl             what happened              (training/metrics.py)
 trajectories/*.parquet   one row a step             (rollout/store.py)
 checkpoints/step_N/      complete ones only         (training/checkpoints.py)
 tensorboard/             event files
+profile/                 traces of a few steps      (training/profile.py)
 report.html
 """
 

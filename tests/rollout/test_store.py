@@ -5,12 +5,14 @@ import json
 import resource
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +22,7 @@ from renma.errors import DataError, RunError
 from renma.rollout import store as store_module
 from renma.rollout.store import TrajectoryStore, export_jsonl, read_records, read_trajectories
 from renma.rollout.trajectory_rows import from_json, to_json
+from renma.tape import Tape
 from renma.types import Action, Group, Message, Observation, Step, Task, ToolCall, Trajectory
 
 any_text = st.text(st.characters(), max_size=8) | st.sampled_from(["\ud800", "a\udfffb", "練磨", "\x00", "{}'\"\\"])
@@ -222,6 +225,57 @@ def test_the_next_prompt_is_stored_once_and_older_files_have_none(tmp_path: Path
     assert read_trajectories(tmp_path)[0].next_prompt_ids is None
 
 
+def growing(turns: int, on_tape: bool) -> Group:
+    """An episode whose prompts go on from one another, 20 new tokens a turn, and begin anew at turn 3."""
+    tape, steps = Tape(), []
+    for turn in range(turns):
+        if turn == 3:
+            tape = Tape()
+        tape.extend(np.arange(17, dtype=np.int32) + turn)
+        prompt = tape.view() if on_tape else tape.view().copy()
+        steps.append(one_step(prompt_ids=prompt))
+        tape.extend(steps[-1].action_ids)
+    task = Task("t1", "2 + 2")
+    return Group(task, (Trajectory(task, 0, tuple(steps), "done", "answer", True),))
+
+
+@pytest.mark.parametrize("on_tape", [True, False])
+def test_a_long_episode_is_written_once_and_read_as_it_was(tmp_path: Path, on_tape: bool) -> None:
+    group = growing(200, on_tape)
+    with TrajectoryStore(tmp_path) as store:
+        store.append(0, [group])
+    (file,) = tmp_path.glob("*.parquet")
+    query = f"select len(prompt_ids), prompt_shared from '{file}' order by turn"
+    lengths = duckdb.sql(query).fetchall()
+    assert [new for new, _ in lengths] == [17] * 200, "what is new in each turn, however long the episode"
+    assert [shared for _, shared in lengths] == [0, 20, 40, *range(0, 197 * 20, 20)]
+    (read,) = read_trajectories(tmp_path)
+    assert plain(read) == plain(group.trajectories[0])
+    memory = {id(step.prompt_ids.base): step.prompt_ids.base.nbytes for step in read.steps}
+    assert sum(memory.values()) <= 4 * read.steps[-1].prompt_ids.nbytes + 4 * 256 * 4
+
+
+def test_files_from_before_prompts_were_shared_are_read(tmp_path: Path) -> None:
+    group = growing(3, False)
+    with TrajectoryStore(tmp_path) as store:
+        store.append(0, [group])
+    (file,) = tmp_path.glob("*.parquet")
+    table = pq.read_table(file)
+    whole = pa.array([step.prompt_ids for step in group.trajectories[0].steps], pa.list_(pa.int32()))
+    old = table.set_column(table.schema.get_field_index("prompt_ids"), "prompt_ids", whole)
+    pq.write_table(old.drop_columns(["prompt_shared"]), file)
+    assert plain(read_trajectories(tmp_path)) == plain(list(group.trajectories))
+
+
+def test_rows_without_those_they_go_on_from_are_refused(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(0, [growing(3, True)])
+    (file,) = tmp_path.glob("*.parquet")
+    pq.write_table(pq.read_table(file, filters=[("turn", "!=", 1)]), file)
+    with pytest.raises(DataError, match="turn 2 of task 't1' member 0 goes on from 40 tokens"):
+        read_trajectories(tmp_path)
+
+
 def test_a_trajectory_without_steps_is_kept(tmp_path: Path) -> None:
     failed = one_group(steps=0, status="failed", stop_reason="environment_error", error="boom", success=None)
     with TrajectoryStore(tmp_path) as store:
@@ -290,6 +344,63 @@ def test_append_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.M
     disk.set()
     store.close()
     assert len(list(tmp_path.glob("*.parquet"))) == 3
+
+
+def test_batches_are_written_in_order_and_a_slow_disk_holds_up_only_a_full_backlog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, written = threading.Semaphore(0), []
+    real = store_module.pq.write_table
+
+    def write(table: pa.Table, *arguments: Any, **options: Any) -> None:
+        assert disk.acquire(timeout=30)
+        written.append(table["step"][0].as_py())
+        real(table, *arguments, **options)
+
+    monkeypatch.setattr(store_module.pq, "write_table", write)
+    store = TrajectoryStore(tmp_path)
+    full = threading.Event()
+
+    def training() -> None:
+        for step in range(store_module._BACKLOG):
+            store.append(step, [one_group()])
+        full.set()
+        store.append(store_module._BACKLOG, [one_group()])
+
+    thread = threading.Thread(target=training)
+    thread.start()
+    assert full.wait(30) and thread.is_alive() and not written, "a full backlog, nothing on disk, nothing waited for"
+    for _ in range(store_module._BACKLOG + 1):
+        disk.release()
+    thread.join(30)
+    store.close()
+    assert written == list(range(store_module._BACKLOG + 1))
+
+
+def test_an_error_of_the_writer_comes_up_at_the_next_step_or_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+    real = store_module.pq.write_table
+
+    def refuse(table: pa.Table, *arguments: Any, **options: Any) -> None:
+        tried.set()
+        if table["step"][0].as_py() in (0, 3):
+            raise OSError(28, "No space left on device")
+        real(table, *arguments, **options)
+
+    monkeypatch.setattr(store_module.pq, "write_table", refuse)
+    store = TrajectoryStore(tmp_path)
+    store.append(0, [one_group()])
+    assert tried.wait(30)
+    wait([store._waiting[0]], 30)
+    with pytest.raises(RunError, match=r"step 0 could not be written .*No space left"):
+        store.append(1, [one_group()])
+    store.append(2, [one_group()])
+    store.append(3, [one_group()])
+    with pytest.raises(RunError, match="step 3 could not be written"):
+        store.close()
+    assert {r.step for r in read_records(tmp_path)} == {2}
 
 
 @contextmanager

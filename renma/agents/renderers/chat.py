@@ -14,7 +14,7 @@ from renma.agents.renderers.encoding import TextEncoder
 from renma.agents.renderers.messages import template_call, template_message
 from renma.agents.text import BREAK
 from renma.errors import ModelError, RecipeError
-from renma.types import Message, ToolCall
+from renma.types import Ids, Message, ToolCall
 
 Rendered = dict[str, Any]
 
@@ -22,6 +22,14 @@ _SPOKEN = "renma7placeholder"
 _ASKED = "renma7question"
 _OPENING: Rendered = {"role": "user", "content": "renma7opening"}
 _PROBE_CALL = ToolCall("renma7tool", {}, "call_0_0")
+_PROBE_TOOL: Rendered = {
+    "type": "function",
+    "function": {
+        "name": "renma7tool",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
 
 
 class ChatRenderer:
@@ -73,6 +81,13 @@ class ChatRenderer:
         asked = self._after_text([{"role": "user", "content": _ASKED}], ())
         self._add_stop(asked.partition(_ASKED)[0])
         self._wants_calls = self._find_habit()
+        if history == "append" and self._rewrites():
+            warnings.warn(
+                "the chat template changes what it wrote of earlier turns as a conversation goes on; with history: "
+                "append the policy keeps seeing them as they were. agent.renderer.history: rerender follows the "
+                "template, and a new training row then begins with each turn",
+                stacklevel=2,
+            )
 
     # The renderer's contract
 
@@ -93,15 +108,14 @@ class ChatRenderer:
     def extend(
         self,
         history: Sequence[Message],
-        prompt_ids: Sequence[int],
-        action_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Ids,
+        action_ids: Sequence[int] | Ids,
         new: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """prompt_ids + action_ids + the suffix; with "rerender", the whole conversation where its text has changed."""
-        action = [int(i) for i in action_ids]
-        suffix = self._unsaid(action, self._suffix(history[-1] if history else None, new, tools))
-        appended = [*map(int, prompt_ids), *action, *suffix]
+        suffix = self._following(history, action_ids, new, tools)
+        appended = [*map(int, prompt_ids), *map(int, action_ids), *suffix]
         if self._history == "append":
             return appended
         whole = [self._message(message) for message in [*history, *new]]
@@ -110,11 +124,31 @@ class ChatRenderer:
             return appended
         return self._encoder.markup(text, first=True)
 
+    def follow(
+        self,
+        history: Sequence[Message],
+        action_ids: Sequence[int] | Ids,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int] | None:
+        """The suffix; with "rerender" None: whether earlier text has changed shows in the whole conversation only."""
+        return self._following(history, action_ids, new, tools) if self._history == "append" else None
+
     def encode_action(self, text: str) -> list[int]:
         """The ids of an action written by a demonstrator: control tokens honoured, the turn's end included."""
         return self._encoder.markup(text)
 
     # What follows an action
+
+    def _following(
+        self,
+        history: Sequence[Message],
+        action_ids: Sequence[int] | Ids,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int]:
+        action = [int(i) for i in action_ids]
+        return self._unsaid(action, self._suffix(history[-1] if history else None, new, tools))
 
     def _suffix(self, last: Message | None, new: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """The ids from the end of what the assistant said to where it speaks next."""
@@ -212,6 +246,21 @@ class ChatRenderer:
             return False
         self._add_stop(self._encoder.decode(called).partition(_ASKED)[0])
         return True
+
+    def _rewrites(self) -> bool:
+        """Whether what stands up to an assistant's words changes once the conversation has gone on, tools shown or not.
+
+        Thinking apart: that many templates leave out earlier thinking is what `history` is for.
+        """
+        turn = [_OPENING, {"role": "assistant", "content": _SPOKEN}]
+        try:
+            for tools in ((), (_PROBE_TOOL,)):
+                early = self._render(turn, tools, generate=False).partition(_SPOKEN)[0]
+                if not self._render([*turn, *turn], tools, generate=False).startswith(early):
+                    return True
+        except ModelError:  # it refuses a plain conversation; what it makes of a task's shows when that comes
+            return False
+        return False
 
     # Rendering
 

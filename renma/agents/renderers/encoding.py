@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from renma.agents.text import BREAK, well_formed
+from renma.types import Ids
+
+_KEPT, _KEPT_CHARACTERS = 1024, 8192  # texts whose ids are remembered, and how long the longest may be
+
+_STRAIGHT = (TokenizersBackend.decode, TokenizersBackend._decode)
 
 
 class TextEncoder:
@@ -18,11 +25,13 @@ class TextEncoder:
     those named in `markup` (the added tokens that a chat template writes, such as <tool_call>). Content that spells
     one, from a user, a tool or the model, must stay text, or a tool result could end a turn and begin another.
 
-    `control_ids` are the ids of all control tokens.
+    `control_ids` are the ids of all control tokens. What was encoded lately is remembered: the members of a group have
+    one first prompt, and results of tools come again and again. So the tokenizer must stay as it is.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, markup: str = "") -> None:
         self.tokenizer = tokenizer
+        self._remembered = lru_cache(_KEPT)(self._encoded)
         added = tokenizer.added_tokens_decoder
         special = {i: t.content for i, t in added.items() if t.special and t.content}
         special.update(
@@ -81,27 +90,38 @@ class TextEncoder:
             return [self.escape_all(item, special_only=special_only) for item in value]
         return value
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | Ids) -> str:
         return decode(self.tokenizer, ids)
 
-    def _piece(self, text: str, first: bool, **options: Any) -> list[int]:
+    def _piece(self, text: str, first: bool, split_special_tokens: bool = False) -> list[int]:
         if not text:
             return []
         if first or self._newline is None:
-            return self._ids(text, **options)
-        ids = self._ids("\n" + text, **options)
+            return self._ids(text, split_special_tokens)
+        ids = self._ids("\n" + text, split_special_tokens)
         if ids[: len(self._newline)] == self._newline:
             return ids[len(self._newline) :]
-        return self._ids(text, **options)
+        return self._ids(text, split_special_tokens)
 
-    def _ids(self, text: str, **options: Any) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
-        return ids
+    def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
+        if len(text) > _KEPT_CHARACTERS:
+            return list(self._encoded(text, split_special_tokens))
+        return list(self._remembered(text, split_special_tokens))
+
+    def _encoded(self, text: str, split_special_tokens: bool) -> tuple[int, ...]:
+        # The option is given only where it is on: not every tokenizer knows it.
+        options = {"split_special_tokens": True} if split_special_tokens else {}
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options))
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Ids) -> str:
     """The text of `ids`, control tokens spelled out and nothing tidied. For reading, never to be encoded again."""
-    text = tokenizer.decode([int(i) for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    plain = ids.tolist() if isinstance(ids, np.ndarray) else list(map(int, ids))
+    kind = type(tokenizer)
+    if isinstance(tokenizer, TokenizersBackend) and (kind.decode, kind._decode) == _STRAIGHT:
+        # What it goes on to call: the way there takes four times as long.
+        return str(tokenizer.backend_tokenizer.decode(plain, skip_special_tokens=False))
+    text = tokenizer.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return str(text)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from renma.agents.calls import arguments_of
 from renma.agents.renderers.encoding import TextEncoder
 from renma.errors import ModelError, RecipeError
-from renma.types import Message, ToolCall
+from renma.types import Ids, Message, ToolCall
 
 
 class PlainRenderer:
@@ -78,18 +78,27 @@ class PlainRenderer:
     def extend(
         self,
         history: Sequence[Message],
-        prompt_ids: Sequence[int],
-        action_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Ids,
+        action_ids: Sequence[int] | Ids,
         new: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
-        """prompt_ids + action_ids + the ids of the new messages and the cue.
+        """prompt_ids + action_ids + the ids of the new messages and the cue."""
+        return [*map(int, prompt_ids), *map(int, action_ids), *self.follow(history, action_ids, new, tools)]
+
+    def follow(
+        self,
+        history: Sequence[Message],
+        action_ids: Sequence[int] | Ids,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
+        """The ids of the new messages and the cue.
 
         An action that does not end in the stop (cut by its length, or ended by EOS) is closed with it first.
         """
         closing = "" if self._encoder.decode(action_ids).endswith(self.stop) else self.stop
-        suffix = self._encoder.text(closing + self._written(new) + self.cue)
-        return [*map(int, prompt_ids), *map(int, action_ids), *suffix]
+        return self._encoder.text(closing + self._written(new) + self.cue)
 
     def encode_action(self, text: str) -> list[int]:
         """The ids of an action written by a demonstrator, its stop included in `text`."""
