@@ -141,13 +141,13 @@ def test_stop_strings_end_with_the_token_that_completes_them(
 
 def script(engine: LocalEngine, tokens: list[int], start: int) -> None:
     """Make the engine's head prefer `tokens` one after the other, in a request whose prompt has `start` tokens."""
-    policy, slots = engine._policy, engine._slots
+    policy, sequences = engine._policy, engine._sequences
     plain = policy.head.__class__.__call__
 
     class Scripted(policy.head.__class__):  # type: ignore[name-defined,misc]
         def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
             logits = plain(self, hidden)
-            logits[:, tokens[int(slots.total[0]) - start]] += 100.0
+            logits[:, tokens[int(sequences.total[0]) - start]] += 100.0
             return logits
 
     policy.head.__class__ = Scripted
@@ -240,16 +240,15 @@ def test_weights_that_change_under_a_running_request(tokenizer: Any) -> None:
 def running(engine: LocalEngine) -> list[Sample]:
     """What the running requests have sampled so far, in the order of their keys."""
     slots = engine._slots
-    rows = sorted(
-        (request.order, row)
-        for row, request in enumerate(slots.requests)
-        if request is not None  # type: ignore[type-var]
-    )
-    spans = [(row, slice(int(slots.start[row]), int(slots.total[row]))) for _, row in rows]
+    at = [(request.slot, slice(int(slots.count[request.slot]))) for request in sorted(slots.running, key=by_key)]
     return [
-        Sample(*(a[row, span].copy() for a in (slots.tokens, slots.logprobs, slots.versions)), "aborted")
-        for row, span in spans
+        Sample(*(a[slot, span].copy() for a in (slots.ids, slots.logprobs, slots.versions)), "aborted")
+        for slot, span in at
     ]
+
+
+def by_key(request: Any) -> Any:
+    return request.order
 
 
 # ---- seeds and order
@@ -407,7 +406,7 @@ def test_a_fault_in_the_model_reaches_every_request_and_the_engine_recovers(
         requests = (engine.sample(PROMPT + ids(str(i)), params) for i in range(4))
         return await asyncio.gather(*requests, return_exceptions=True)
 
-    monkeypatch.setattr(model.model, "forward", broken)
+    monkeypatch.setattr(model.model.layers[1].mlp.down_proj, "forward", broken)
     assert [str(error) for error in asyncio.run(main())] == ["the matrix is on fire"] * 4
     monkeypatch.undo()
     assert all(module.training for module in model.modules())

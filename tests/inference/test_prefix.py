@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from renma.inference.local.cache import SlotCache
 from renma.inference.local.prefix import plan, ragged_batches, shared
-from renma.inference.local.slots import Slots
+from renma.inference.local.sequences import Sequences
 
 row = st.lists(st.integers(0, 1), min_size=8, max_size=8)
 
@@ -35,27 +35,26 @@ def test_ragged_batches_hold_each_row_once_and_little_padding(sizes: list[int]) 
         assert len(batch) == 1 or padded <= 500
 
 
-def slots_with(sequences: list[list[int]]) -> Slots:
-    slots = Slots(len(sequences), 64, SlotCache(1, len(sequences), 64))
+def rows_with(sequences: list[list[int]]) -> Sequences:
+    rows = Sequences(len(sequences), 64, SlotCache(1, len(sequences), 64))
     for i, sequence in enumerate(sequences):
-        slots.tokens[i, : len(sequence)] = sequence
-        slots.total[i] = len(sequence)
-    return slots
+        rows.tokens[i, : len(sequence)] = sequence
+        rows.total[i] = len(sequence)
+    return rows
 
 
-def test_plan_gives_twins_one_computation_and_dependents_the_shared_beginning() -> None:
+def test_plan_gives_dependents_the_shared_beginning() -> None:
     header, other = [1] * 20, [2] * 40
     ends = [[3, 4], [3, 4], [5, 6], [7, 8], [7, 8]]
     sequences = [*(header + end for end in ends), other, header[:3]]
-    wave = plan(slots_with(sequences), range(len(sequences)))
+    wave = plan(rows_with(sequences), range(len(sequences)))
     assert wave.first == [0, 5, 6]
-    assert wave.second == [2, 3]
-    assert wave.borrow == {2: (0, 20), 3: (0, 20)}
-    assert wave.twins == {1: 0, 4: 3}
+    assert wave.second == [1, 2, 3, 4]
+    assert wave.borrow == {1: (0, 21), 2: (0, 20), 3: (0, 20), 4: (0, 20)}
 
 
 def test_plan_does_not_wait_for_a_beginning_that_saves_less_than_a_forward() -> None:
-    wave = plan(slots_with([[1] * 20 + [2], [1] * 20 + [3]]), range(2))
+    wave = plan(rows_with([[1] * 20 + [2], [1] * 20 + [3]]), range(2))
     assert (wave.first, wave.second) == ([0, 1], [])
 
 
@@ -63,16 +62,13 @@ def test_plan_does_not_wait_for_a_beginning_that_saves_less_than_a_forward() -> 
 def test_a_wave_computes_every_row_and_borrows_only_what_is_equal_and_there(
     sequences: list[list[int]], data: st.DataObject
 ) -> None:
-    slots = slots_with(sequences)
+    rows = rows_with(sequences)
     for i, sequence in enumerate(sequences):
-        slots.cached[i] = data.draw(st.integers(0, len(sequence) - 2))
-    wave = plan(slots, range(len(sequences)))
-    assert sorted([*wave.first, *wave.second, *wave.twins]) == list(range(len(sequences)))
+        rows.cached[i] = data.draw(st.integers(0, len(sequence) - 2))
+    wave = plan(rows, range(len(sequences)))
+    assert sorted([*wave.first, *wave.second]) == list(range(len(sequences)))
     assert set(wave.borrow) == set(wave.second)
     for i, (leader, length) in wave.borrow.items():
         assert leader in wave.first
-        assert slots.cached[i] < length < len(sequences[i])
+        assert rows.cached[i] < length < len(sequences[i])
         assert sequences[leader][:length] == sequences[i][:length]
-    for i, leader in wave.twins.items():
-        assert leader not in wave.twins
-        assert sequences[i] == sequences[leader]

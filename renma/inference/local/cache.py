@@ -1,8 +1,8 @@
-"""Keys and values of every slot, one static buffer a layer, in the form transformers' models ask for.
+"""Keys and values of every sequence, one static buffer a layer, in the form transformers' models ask for.
 
-A buffer has shape [slots, kv_heads, capacity, head_dim]. Full buffers are kept for sliding-window layers too: the
-window is in the mask, so that a cached prefix serves whatever comes after it. Capacity doubles when a longer sequence
-comes; a model with a context of 128k tokens does not pay for it in a run of short episodes.
+A buffer has shape [rows, kv_heads, capacity, head_dim]. Full buffers are kept for sliding-window layers too: the
+window is in the mask, so that a cached prefix serves whatever comes after it. Rows and capacity double when more or
+longer sequences come; a model with a context of 128k tokens does not pay for it in a run of short episodes.
 
 The experts that a mixture-of-experts model chose lie beside them, where they are recorded: they go wherever the keys
 and values of a position go, so that a reused prefix brings its routes along.
@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 FIRST_CAPACITY = 256
+FIRST_ROWS = 16
 
 
 @dataclass(slots=True)
 class Placement:
     """Where the next forward reads and writes. The engine sets it before each forward; all layers share it.
 
-    rows: the slots of the batch, as a (first, past_last) range where they are neighbours (no copy is made), else their
+    rows: the rows of the batch, as a (first, past_last) range where they are neighbours (no copy is made), else their
     indices [B]. rows_to, positions_to [N]: where the N new positions go. batch_from, query_from [N]: which of the
     forward's [B, Q] positions they are; None when Q is 1 and every row writes. length: positions that attention reads.
     """
@@ -50,10 +51,18 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, not whatever memory holds: a masked position has weight 0, and 0 times NaN is NaN.
-        slots, capacity = self.cache.slots, self.cache.capacity
-        self.keys = key_states.new_zeros(slots, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(slots, value_states.shape[1], capacity, value_states.shape[3])
+        rows, capacity = self.cache.rows, self.cache.capacity
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[-1])
         self.is_initialized = True
+
+    def append(self, new_keys: Tensor, new_values: Tensor, positions: Tensor) -> None:
+        """Write one new position a row, [B, kv_heads, ·], at `positions` [B] of rows 0..B-1."""
+        if not self.is_initialized:
+            self.lazy_initialization(new_keys, new_values)
+        rows = self.cache.range[: len(positions)]
+        self.keys[rows, :, positions] = new_keys
+        self.values[rows, :, positions] = new_values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the new positions, [B, kv_heads, Q, head_dim], and give all of the batch, [B, kv_heads, length, ·]."""
@@ -61,12 +70,10 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         place = self.cache.placement
         if place.batch_from is None:
-            new_keys, new_values = key_states[:, :, 0], value_states[:, :, 0]
+            self.append(key_states[:, :, 0], value_states[:, :, 0], place.positions_to)
         else:
-            new_keys = key_states[place.batch_from, :, place.query_from]
-            new_values = value_states[place.batch_from, :, place.query_from]
-        self.keys[place.rows_to, :, place.positions_to] = new_keys
-        self.values[place.rows_to, :, place.positions_to] = new_values
+            self.keys[place.rows_to, :, place.positions_to] = key_states[place.batch_from, :, place.query_from]
+            self.values[place.rows_to, :, place.positions_to] = value_states[place.batch_from, :, place.query_from]
         if isinstance(place.rows, tuple):
             first, past_last = place.rows
             return self.keys[first:past_last, :, : place.length], self.values[first:past_last, :, : place.length]
@@ -84,29 +91,40 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A transformers `Cache` whose batch rows are the engine's slots; it also moves and copies slots.
+    """A transformers `Cache` whose batch rows are the engine's sequences; it also moves and copies them.
 
-    routes [slots, expert layers, capacity, k] int16: the experts of each position; None while none are recorded.
+    most: how many rows there may be; `rows` of them are allocated. range: 0..most-1, on the model's device.
+    routes [rows, expert layers, capacity, k] int16: the experts of each position; None while none are recorded.
     """
 
     placement: Placement
 
-    def __init__(self, layers: int, slots: int, context: int) -> None:
-        self.slots = slots
+    def __init__(self, layers: int, most: int, context: int, device: torch.device | None = None) -> None:
+        self.most = most
         self.context = context
+        self.range = torch.arange(most, device=device)
+        self.rows = min(most, FIRST_ROWS)
         self.capacity = min(context, FIRST_CAPACITY)
         self.routes: Tensor | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
-    def reserve(self, length: int) -> None:
-        """Make room for `length` positions a slot."""
-        if length <= self.capacity:
+    @property
+    def stored(self) -> list[SlotLayer]:
+        """The layers, first to last."""
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for rows 0..rows-1 and `length` positions in each."""
+        if rows <= self.rows and length <= self.capacity:
             return
-        old, self.capacity = self.capacity, min(self.context, max(length, 2 * self.capacity))
+        if rows > self.rows:
+            self.rows = min(self.most, max(rows, 2 * self.rows))
+        if length > self.capacity:
+            self.capacity = min(self.context, max(length, 2 * self.capacity))
 
         def grown(buffer: Tensor) -> Tensor:
-            larger = buffer.new_zeros(*buffer.shape[:2], self.capacity, buffer.shape[3])
-            larger[:, :, :old] = buffer
+            larger = buffer.new_zeros(self.rows, buffer.shape[1], self.capacity, buffer.shape[3])
+            larger[: buffer.shape[0], :, : buffer.shape[2]] = buffer
             return larger
 
         for layer in self._initialized():
@@ -115,14 +133,18 @@ class SlotCache(Cache):
             self.routes = grown(self.routes)
 
     def swap(self, one: int, other: int, length: int) -> None:
-        """Exchange two slots, whose first `length` positions hold something."""
+        """Exchange two rows, whose first `length` positions hold something."""
+        self.reserve(max(one, other) + 1, length)
         for buffer in self._buffers():
             kept = buffer[one, :, :length].clone()
             buffer[one, :, :length] = buffer[other, :, :length]
             buffer[other, :, :length] = kept
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copy positions [start, end) of slot `source` to slot `target`."""
+        """Copy positions [start, end) of row `source` to row `target`."""
+        if start >= end:
+            return
+        self.reserve(max(source, target) + 1, end)
         for buffer in self._buffers():
             buffer[target, :, start:end] = buffer[source, :, start:end]
 
@@ -131,7 +153,7 @@ class SlotCache(Cache):
         place = self.placement
         if self.routes is None:
             self.routes = torch.zeros(
-                (self.slots, chosen.shape[1], self.capacity, chosen.shape[2]), dtype=torch.int16, device=chosen.device
+                (self.rows, chosen.shape[1], self.capacity, chosen.shape[2]), dtype=torch.int16, device=chosen.device
             )
         new = chosen.to(torch.int16)
         if place.batch_from is not None:
@@ -139,23 +161,23 @@ class SlotCache(Cache):
             new = new.unflatten(0, (rows, -1))[place.batch_from, place.query_from]
         self.routes[place.rows_to, :, place.positions_to] = new
 
-    def recorded(self, slot: int, length: int) -> Tensor | None:
-        """[length, expert layers, k] the experts of a slot's first positions; None where none are recorded."""
-        return None if self.routes is None else self.routes[slot, :, :length].transpose(0, 1)
+    def recorded(self, row: int, length: int) -> Tensor | None:
+        """[length, expert layers, k] the experts of a row's first positions; None where none are recorded."""
+        return None if self.routes is None else self.routes[row, :, :length].transpose(0, 1)
 
     def release(self) -> None:
         """Give the memory back; the next forward allocates anew."""
-        self.capacity = min(self.context, FIRST_CAPACITY)
+        self.rows, self.capacity = min(self.most, FIRST_ROWS), min(self.context, FIRST_CAPACITY)
         self.layers = [SlotLayer(self) for _ in self.layers]
         self.routes = None
 
     def _buffers(self) -> list[Tensor]:
-        """Everything that is kept for each position: [slots, ·, capacity, ·] each."""
+        """Everything that is kept for each position: [rows, ·, capacity, ·] each."""
         buffers = [buffer for layer in self._initialized() for buffer in (layer.keys, layer.values)]
         return buffers if self.routes is None else [*buffers, self.routes]
 
     def _initialized(self) -> list[SlotLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]
+        return [layer for layer in self.stored if layer.is_initialized]
 
 
 def index(values: Any, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from renma.errors import ContextOverflow, ModelError, RunError
+from renma.errors import ModelError, RunError
 from renma.inference.base import Sample, SamplingParams
+from renma.inference.checks import check_params, checked_prompt
 from renma.inference.local.policy import SlotPolicy, causal_lm
 from renma.inference.local.prefix import admit, plan, ragged_batches
 from renma.inference.local.sampler import draw
+from renma.inference.local.sequences import Sequences
 from renma.inference.local.slots import Request, Slots
 from renma.inference.local.stopping import StopStrings
+from renma.profiling import span, timed
 from renma.types import Ids, SampleStop
 
 CHUNK = 1024  # positions of one prompt that one forward computes, which bounds the memory of its mask
@@ -37,14 +40,18 @@ class LocalEngine:
     must not open one that cannot send its requests yet: the engine would wait for it.
     record_routing: give with each sample the experts that a mixture-of-experts model chose, for the learner to replay;
     a dense model has none, at no cost. What is sampled does not depend on it.
+    weights: "own" the learner's; "int8" 8-bit copies of its linear layers, made anew by `load_weights`: another policy,
+    whose log-probabilities are recorded (int8.py).
 
-    Requests run in rounds inside the event loop: one forward for new prompts, one for all running requests together.
-    When weights change under a running request, it goes on: its keys and values are computed anew, with the experts
-    that the new weights choose, and later tokens carry the new version.
+    Requests run in rounds inside the event loop: one forward for new prompts, one for all running requests together,
+    in which requests that have the same tokens so far are computed as one (sequences.py). When weights change under a
+    running request, it goes on: its keys and values are computed anew, with the experts that the new weights choose,
+    and later tokens carry the new version.
 
     `stats` counts, since the start: prompt_positions (of admitted prompts), of which reused_positions were cached or
     shared and computed_positions went through the model; recomputed_positions (running requests, after new weights);
-    sampled_tokens; rounds of decoding; busy_slot_rounds (sum over rounds of busy slots); prefills (forwards).
+    sampled_tokens; rounds of decoding; busy_slot_rounds (sum over rounds of busy slots); decoded_positions (sum over
+    rounds of distinct sequences, each computed once); prefills (forwards).
     """
 
     has_logprobs = True
@@ -59,6 +66,7 @@ class LocalEngine:
         context: int | None = None,
         deterministic: bool = True,
         record_routing: bool = False,
+        weights: Literal["own", "int8"] = "own",
     ) -> None:
         config = causal_lm(model).config.get_text_config()
         longest: int | None = getattr(config, "max_position_embeddings", None)
@@ -66,6 +74,8 @@ class LocalEngine:
             raise ModelError("the model does not say how long its context is: give the engine a context")
         if context is not None and longest is not None and context > longest:
             raise ModelError(f"context {context} is more than the model's {longest} positions: give at most {longest}")
+        if weights not in ("own", "int8"):
+            raise ModelError(f"the local engine's weights are own or int8, not {weights!r}")
         if slots < 1:
             raise ModelError(f"an engine needs at least one slot, not {slots}")
         self.context: int = context or longest or 0
@@ -80,14 +90,16 @@ class LocalEngine:
                 "sampled_tokens",
                 "rounds",
                 "busy_slot_rounds",
+                "decoded_positions",
                 "prefills",
             ),
             0,
         )
         self._tokenizer = tokenizer
         self._vocabulary: int = config.vocab_size
-        self._policy = SlotPolicy(model, slots, self.context, output_ids, record_routing)
-        self._slots = Slots(slots, self.context, self._policy.cache)
+        self._policy = SlotPolicy(model, slots, self.context, output_ids, record_routing, weights == "int8")
+        self._slots = Slots(slots, self.context)
+        self._sequences = Sequences(slots, self.context, self._policy.cache)
         self._output_ids = None if output_ids is None else output_ids.cpu().numpy().astype(np.int64)
         self._stoppers: dict[tuple[str, ...], StopStrings] = {}
         self._waiting: list[Request] = []
@@ -107,7 +119,8 @@ class LocalEngine:
         """
         if self._closed:
             raise RunError("the local engine was closed: make a new one to sample")
-        request = self._request(np.asarray(prompt_ids, np.int64), params, key)
+        with span("engine"):
+            request = self._request(prompt_ids, params, key)
         self._enter_loop()
         self._waiting.append(request)
         if self._driver is None:
@@ -123,11 +136,9 @@ class LocalEngine:
         """The weights in the module are now those of `version`: every cached prefix is forgotten."""
         self.version = version
         self._policy.weights_changed()
-        slots = self._slots
-        self.stats["recomputed_positions"] += sum(
-            int(slots.cached[row]) for row, request in enumerate(slots.requests) if request is not None
-        )
-        slots.forget()
+        sequences = self._sequences
+        self.stats["recomputed_positions"] += int(sequences.cached[sequences.runs].sum())
+        sequences.forget()
 
     def episode_opened(self) -> None:
         self._episodes += 1
@@ -143,11 +154,10 @@ class LocalEngine:
         for request in self._waiting:
             request.settle(Sample(empty, np.zeros(0, np.float32), empty, "aborted"))
         self._waiting.clear()
-        for row, running in enumerate(self._slots.requests):
-            if running is not None:
-                self._slots.finish(row, "aborted")
+        for request in self._slots.running:
+            self._finish(request, "aborted")
         self._wake.set()
-        self._slots.forget()
+        self._sequences.forget()
         self._policy.cache.release()
 
     def _enter_loop(self) -> None:
@@ -161,38 +171,17 @@ class LocalEngine:
         if abandoned and not self._driver.done():
             # Their futures belong to a loop that no longer runs: nobody waits for them.
             self._waiting.clear()
-            for row, request in enumerate(self._slots.requests):
-                if request is not None:
-                    self._slots.vacate(row)
+            for request in self._slots.running:
+                self._leave(request)
         if abandoned or self._driver.done():
             self._wake = asyncio.Event()
             self._driver = None
 
     # ---- requests
 
-    def _request(self, prompt: NDArray[np.int64], params: SamplingParams, key: tuple[Any, ...]) -> Request:
-        length = len(prompt)
-        if length >= self.context:
-            raise ContextOverflow(
-                f"a prompt of {length} tokens leaves no room in a context of {self.context}: shorten it, or end it"
-            )
-        if not length:
-            raise ModelError("a prompt has no tokens: give it at least one (a beginning-of-text token)")
-        if prompt.min() < 0 or prompt.max() >= self._vocabulary:
-            raise ModelError(
-                f"a prompt holds token ids {prompt.min()}..{prompt.max()}, outside the model's "
-                f"0..{self._vocabulary - 1}: is it from another tokenizer?"
-            )
-        for name, fine, want in (
-            ("temperature", params.temperature >= 0, "0 or more"),
-            ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
-            ("top_k", params.top_k >= 0, "0 (off) or more"),
-            ("min_p", 0 <= params.min_p < 1, "in [0, 1)"),
-            ("max_tokens", params.max_tokens >= 1, "1 or more"),
-            ("stop_strings", all(params.stop_strings), "not empty"),
-        ):
-            if not fine:
-                raise ModelError(f"sampling parameter {name} is {getattr(params, name)!r}: it must be {want}")
+    def _request(self, prompt_ids: Sequence[int] | Ids, params: SamplingParams, key: tuple[Any, ...]) -> Request:
+        prompt = checked_prompt(prompt_ids, context=self.context, vocabulary=self._vocabulary)
+        check_params(params)
         stopper = None
         if params.stop_strings:
             stopper = self._stoppers.get(params.stop_strings)
@@ -208,7 +197,7 @@ class LocalEngine:
             prompt.astype(np.int32),
             params,
             order,
-            min(length + params.max_tokens, self.context),
+            min(params.max_tokens, self.context - len(prompt)),
             frozenset(params.stop_ids),
             stopper,
             asyncio.get_running_loop().create_future(),
@@ -218,8 +207,19 @@ class LocalEngine:
         if request in self._waiting:
             self._waiting.remove(request)
         elif request.slot >= 0:
-            self._slots.vacate(request.slot)
+            self._leave(request)
         self._wake.set()
+
+    def _leave(self, request: Request) -> None:
+        """`request` runs no longer, and nobody is to be answered."""
+        self._slots.vacate(request)
+        self._sequences.leave(request)
+
+    def _finish(self, request: Request, reason: SampleStop) -> None:
+        """Answer `request` with what was sampled."""
+        sampled = int(self._slots.count[request.slot])
+        self._slots.finish(request, reason, self._sequences.routing(request, sampled))
+        self._sequences.leave(request)
 
     # ---- the driver
 
@@ -242,107 +242,136 @@ class LocalEngine:
 
     def _drop(self, error: Exception | None) -> None:
         """Every request ends with `error` (None: cancelled). Buffers may hold NaN by now: they are thrown away."""
-        pending = [*self._waiting, *(request for request in self._slots.requests if request is not None)]
+        pending = [*self._waiting, *self._slots.running]
         self._waiting.clear()
         for request in pending:
             if request.slot >= 0:
-                self._slots.vacate(request.slot)
+                self._leave(request)
             if not request.future.done():
                 request.future.cancel() if error is None else request.future.set_exception(error)
-        self._slots.forget()
+        self._sequences.forget()
         self._policy.cache.release()
 
+    @timed("engine")
     def _round(self) -> None:
         """Admit, compute what is uncached, then one token for every running request."""
-        slots = self._slots
-        free = slots.count - slots.busy
+        sequences = self._sequences
+        free = self._slots.size - self._slots.busy
         if free and self._waiting:
             self._waiting.sort(key=lambda request: request.order)
             self._admit(self._waiting[:free])
             del self._waiting[:free]
-        busy = slots.compact()
-        lacking = np.flatnonzero(slots.total[:busy] - slots.cached[:busy] > 1)
+        running = sequences.compact()
+        lacking = np.flatnonzero(sequences.total[:running] - sequences.cached[:running] > 1)
         if len(lacking):
             self._prefill(lacking.tolist())
-            busy = slots.compact()
-        if busy:
-            rows = np.arange(busy)
-            at = slots.total[:busy] - 1
-            logits = self._policy.decode(slots.tokens[rows, at], at)
-            slots.cached[:busy] += 1
+            running = sequences.compact()
+        if running:
+            rows = np.arange(running)
+            at = sequences.total[:running] - 1
+            logits = self._policy.decode(sequences.tokens[rows, at], at, sequences.shared(running))
+            sequences.cached[:running] += 1
             self.stats["rounds"] += 1
-            self.stats["busy_slot_rounds"] += busy
+            self.stats["busy_slot_rounds"] += self._slots.busy
+            self.stats["decoded_positions"] += running
             self._extend(rows, logits)
 
     def _admit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._slots.place(request)
         prompts = sum(len(request.prompt) for request in requests)
-        reused = admit(self._slots, requests)
+        reused = admit(self._sequences, requests)
         self.stats["prompt_positions"] += prompts
         self.stats["reused_positions"] += reused
         self.stats["computed_positions"] += prompts - reused
 
     def _prefill(self, rows: list[int]) -> None:
-        """Compute all that slots `rows` lack, and sample the next token of each."""
-        slots = self._slots
-        wave = plan(slots, rows)
+        """Compute all that `rows` lack, and sample the next token of each of their requests."""
+        wave = plan(self._sequences, rows)
         features: dict[int, Tensor] = {}
         self._compute(wave.first, features)
         for row, (leader, length) in wave.borrow.items():
             self._borrow(leader, row, length)
         self._compute(wave.second, features)
-        for row, leader in wave.twins.items():
-            self._borrow(leader, row, int(slots.total[row]))
-            features[row] = features[leader]
         self._extend(np.asarray(rows), self._policy.logits(torch.stack([features[row] for row in rows])))
 
     def _borrow(self, leader: int, row: int, length: int) -> None:
-        slots = self._slots
-        had = int(slots.cached[row])
+        sequences = self._sequences
+        had = int(sequences.cached[row])
         self._policy.cache.copy(leader, row, had, length)
-        slots.cached[row] = length
+        sequences.cached[row] = length
         # What it was counted as having to compute, it does not.
-        if slots.total[row] == slots.start[row]:
+        if sequences.fresh[row]:
             self.stats["reused_positions"] += length - had
             self.stats["computed_positions"] -= length - had
 
     def _compute(self, rows: Sequence[int], features: dict[int, Tensor]) -> None:
-        """Run slots `rows` to their ends, a chunk at a time, in padded batches."""
-        slots = self._slots
+        """Run `rows` to their ends, a chunk at a time, in padded batches."""
+        sequences = self._sequences
         pending = list(rows)
         while pending:
-            starts = [int(slots.cached[row]) for row in pending]
-            ends = [min(int(slots.total[row]), start + CHUNK) for row, start in zip(pending, starts, strict=True)]
+            starts = [int(sequences.cached[row]) for row in pending]
+            ends = [min(int(sequences.total[row]), start + CHUNK) for row, start in zip(pending, starts, strict=True)]
             for batch in ragged_batches([end - start for start, end in zip(starts, ends, strict=True)]):
                 batch = sorted(batch, key=lambda i: pending[i])
                 members = [pending[i] for i in batch]
-                last = self._policy.prefill(members, [starts[i] for i in batch], [ends[i] for i in batch], slots.tokens)
+                last = self._policy.prefill(
+                    members, [starts[i] for i in batch], [ends[i] for i in batch], sequences.tokens
+                )
                 self.stats["prefills"] += 1
                 for i, row, feature in zip(batch, members, last, strict=True):
-                    slots.cached[row] = ends[i]
+                    sequences.cached[row] = ends[i]
                     features[row] = feature
-            pending = [row for row in pending if slots.cached[row] < slots.total[row]]
+            pending = [row for row in pending if sequences.cached[row] < sequences.total[row]]
 
     def _extend(self, rows: NDArray[np.int64], logits: Tensor) -> None:
-        """Draw a token for each of `rows` from `logits` [n, V'], and end the requests it ends."""
-        slots = self._slots
-        chosen, logprobs = draw(logits, slots.drawing(rows))
-        tokens = chosen if self._output_ids is None else self._output_ids[chosen]
-        slots.append(rows, tokens, logprobs, self.version)
-        self.stats["sampled_tokens"] += len(rows)
-        totals = slots.total[rows].tolist()
-        for row, token, total in zip(rows.tolist(), tokens.tolist(), totals, strict=True):
-            request = slots.requests[row]
-            assert request is not None
-            reason = self._stop_reason(request, row, token, total)
-            if reason is not None:
-                slots.finish(row, reason)
+        """Draw a token for each request of `rows` from its row of `logits` [n, V'], and end the requests it ends.
 
-    def _stop_reason(self, request: Request, row: int, token: int, total: int) -> SampleStop | None:
+        A row goes on with the token of the first of its requests that does; those that drew others branch off.
+        """
+        slots, sequences = self._slots, self._sequences
+        sharers = [list(sequences.sharers[row]) for row in rows.tolist()]
+        requests = [request for row in sharers for request in row]
+        at = np.array([request.slot for request in requests], np.int64)
+        of = np.repeat(np.arange(len(rows)), [len(row) for row in sharers])
+        how = slots.drawing(at, of)
+        if how is None:
+            logits = logits.index_select(0, torch.from_numpy(of).to(logits.device))
+            how = slots.drawing(at, np.arange(len(of)))
+            assert how is not None
+        chosen, logprobs = draw(logits, how)
+        tokens = chosen if self._output_ids is None else self._output_ids[chosen]
+        slots.append(at, tokens, logprobs, self.version)
+        self.stats["sampled_tokens"] += len(requests)
+        drawn = iter(tokens.tolist())
+        last = np.zeros(len(rows), np.int64)
+        branches: list[tuple[int, list[Request], int]] = []
+        ended: list[tuple[Request, SampleStop]] = []
+        for place, (row, sharing) in enumerate(zip(rows.tolist(), sharers, strict=True)):
+            going_on: dict[int, list[Request]] = {}
+            for request in sharing:
+                token = next(drawn)
+                reason = self._stop_reason(request, token)
+                if reason is None:
+                    going_on.setdefault(token, []).append(request)
+                else:
+                    ended.append((request, reason))
+            if going_on:  # else the row is done with, and its last token never needed
+                last[place], *others = going_on
+                branches.extend((row, going_on[token], token) for token in others)
+        for request, reason in ended:
+            self._finish(request, reason)
+        sequences.extend(rows, last)
+        for row, movers, token in branches:
+            sequences.branch(row, movers, token)
+
+    def _stop_reason(self, request: Request, token: int) -> SampleStop | None:
+        count = int(self._slots.count[request.slot])
         if token in request.stop_ids:
             return "stop"
         stopper = request.stop_strings
         if stopper is not None and stopper.may_end(token):
-            first = max(len(request.prompt), total - stopper.tail)
-            if stopper.completed(self._slots.tokens[row, first:total].tolist()):
+            first = max(0, count - stopper.tail)
+            if stopper.completed(self._slots.ids[request.slot, first:count].tolist()):
                 return "stop"
-        return "length" if total >= request.limit else None
+        return "length" if count >= request.most else None

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from renma.inference.local.int8 import Int8Weights
+
 # From here on `(W @ h.T).T` is faster than `h @ W.T` for a small batch (measured: twice as fast at 262k x 640, MKL).
 WIDE = 8192
 
@@ -25,6 +27,7 @@ class OutputHead:
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.divisor: float | None = getattr(config, "logits_scaling", None)
         self.multiplier: float | None = getattr(config, "logit_scale", None)
+        self.int8: Int8Weights | None = None  # where it has the head's rows, they make the logits
         self._rows: tuple[Tensor, Tensor | None] | None = None
 
     def forget(self) -> None:
@@ -40,7 +43,9 @@ class OutputHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         """float32 [n, V'] from hidden states [n, H]. The tensor is the caller's to overwrite."""
         assert self.head is not None
-        if type(self.head) is nn.Linear:
+        if self.int8 is not None and self.int8.has_head:
+            logits = self.int8.logits(hidden)
+        elif type(self.head) is nn.Linear:
             weight, bias = self._output_rows(self.head)
             logits = (weight @ hidden.T).T.contiguous() if len(weight) >= WIDE else hidden @ weight.T
             if bias is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,22 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from renma.errors import ModelError
 from renma.inference.local.cache import Placement, SlotCache, index
+from renma.inference.local.decoder import WORTH_SPLITTING, Decoder
 from renma.inference.local.head import OutputHead
+from renma.inference.local.int8 import Int8Weights
 from renma.learning.attention_sink import SINKS
 from renma.models.experts import Routers
+from renma.profiling import timed
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+PROBE = WORTH_SPLITTING + 8  # positions on which a decoder is compared with the model
 
 
 class SlotPolicy:
     """A causal LM and the keys and values of its slots. The module is the learner's own: nothing of it is copied.
 
     record_routing: keep the experts that a mixture-of-experts model chooses at each position; a dense one chooses none.
+    int8: sample with 8-bit copies of its linear layers (int8.py).
 
     Raises ModelError for a model whose attention it cannot drive: recurrent layers, chunked attention, an attention
     implementation that takes no explicit mask, position embeddings that take no explicit positions; or one whose
@@ -34,7 +39,13 @@ class SlotPolicy:
     """
 
     def __init__(
-        self, model: nn.Module, slots: int, context: int, output_ids: Tensor | None, record_routing: bool = False
+        self,
+        model: nn.Module,
+        slots: int,
+        context: int,
+        output_ids: Tensor | None,
+        record_routing: bool = False,
+        int8: bool = False,
     ) -> None:
         self.outer = model
         self.model = causal_lm(model)
@@ -67,15 +78,19 @@ class SlotPolicy:
         # transformers renamed the argument in 5.24; a model from outside it may have the old one.
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        self.cache = SlotCache(len(types), slots, context)
+        self.cache = SlotCache(len(types), slots, context, self.device)
         self.routers = Routers.of(self.model) if record_routing else None
         self.head = OutputHead(self.model, None if output_ids is None else output_ids.to(self.device))
         self._low = torch.tensor(torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
-        self._range = torch.arange(max(context, slots), device=self.device)
+        self._range = torch.arange(max(context, slots, PROBE), device=self.device)
         self._modules = list(self.outer.modules())
+        self.int8: Int8Weights | None = None
         with self.sampling():
             self._whole = not self._head_is_known()
+            self._decoder = None if self._whole or self.routers is not None else self._checked_decoder(list(types))
+        if int8:  # only now: the comparisons above are of the weights as they are
+            self.int8 = self.head.int8 = Int8Weights(model, output_ids=self.head.output_ids, head=not self._whole)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -88,7 +103,7 @@ class SlotPolicy:
         for module in training:
             vars(module)["training"] = False  # a plain attribute; nn.Module's own setter is slow, every round
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if self.int8 is None else self.int8.sampling():
                 yield
         finally:
             for module in training:
@@ -97,17 +112,34 @@ class SlotPolicy:
     def weights_changed(self) -> None:
         """Forget what was derived from the weights. Cached keys and values are the caller's to drop."""
         self.head.forget()
+        if self._decoder is not None:
+            self._decoder.forget()
         self._modules = list(self.outer.modules())
+        if self.int8 is not None:
+            self.int8.refresh()
 
-    def decode(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> Tensor:
-        """One token for each of slots 0..n-1: float32 logits [n, V'] after `tokens` [n] at `positions` [n]."""
-        length = int(positions.max()) + 1
-        self.cache.reserve(length)
-        rows = len(tokens)
-        at = index(positions, self.device)
+    @timed("decode")
+    def decode(self, tokens: NDArray[np.int32], positions: NDArray[np.int64], shared: int = 0) -> Tensor:
+        """One token for each of rows 0..n-1: float32 logits [n, V'] after `tokens` [n] at `positions` [n].
+
+        shared: how many first positions are equal in all rows.
+        """
+        return self._logits(self._decoded(self._decoder, tokens, positions, shared))
+
+    def _decoded(
+        self, decoder: Decoder | None, tokens: NDArray[np.int32], positions: NDArray[np.int64], shared: int
+    ) -> Tensor:
+        """What `logits` makes logits of, by `decoder`, or by the model's own forward where there is none."""
+        length, rows = int(positions.max()) + 1, len(tokens)
+        self.cache.reserve(rows, length)
+        ids, at = index(tokens, self.device), index(positions, self.device)
+        if decoder is not None:
+            masks = {kind: mask[:, 0] for kind, mask in self._masks(at[:, None], length).items()}
+            return decoder(ids, at, self.cache, masks, length, shared)
         self.cache.placement = Placement((0, rows), self._range[:rows], at, length)
-        return self._logits(self._features(index(tokens, self.device)[:, None], at[:, None], length))
+        return self._features(ids[:, None], at[:, None], length)
 
+    @timed("prefill")
     def prefill(
         self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], tokens: NDArray[np.int32]
     ) -> Tensor:
@@ -116,7 +148,7 @@ class SlotPolicy:
         tokens [slots, context]. Rows are padded on the left, so that the last position of every row is the last column.
         """
         length, size = max(ends), max(end - start for start, end in zip(starts, ends, strict=True))
-        self.cache.reserve(length)
+        self.cache.reserve(max(rows) + 1, length)
         first = np.asarray(ends)[:, None] - size + np.arange(size)  # [m, Q], positions; before `starts`: padding
         real = first >= np.asarray(starts)[:, None]
         positions = np.where(real, first, 0)
@@ -134,6 +166,7 @@ class SlotPolicy:
         ids = np.where(real, tokens[slots[:, None], positions], 0)
         return self._features(index(ids, self.device), index(positions, self.device), length)
 
+    @timed("prefill")
     def logits(self, features: Tensor) -> Tensor:
         """float32 [n, V'] from rows of what `prefill` gave."""
         return self._logits(features)
@@ -165,6 +198,11 @@ class SlotPolicy:
         return self.head.choose(features) if self._whole else self.head(features)
 
     def _mask(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
+        """The masks in the form that the model takes."""
+        masks = self._masks(positions, length)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _masks(self, positions: Tensor, length: int) -> dict[str, Tensor]:
         """Additive masks [B, 1, Q, length]: a position sees itself and those before it, as far as the window."""
         keys, queries = self._range[:length], positions[:, None, :, None]
         seen = keys <= queries
@@ -172,7 +210,28 @@ class SlotPolicy:
         for kind in self.kinds:
             near = seen & (keys > queries - self.window) if kind == SLIDING and self.window is not None else seen
             masks[kind] = torch.where(near, self._zero, self._low)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return masks
+
+    def _checked_decoder(self, kinds: list[str]) -> Decoder | None:
+        """The decoder, where there is one for the model and it gives what the model itself gives.
+
+        Compared on rows whose first positions are equal and the rest is not, the windows passed where they are short.
+        """
+        decoder = Decoder.of(self.base, kinds)
+        if decoder is None:
+            return None
+        kept, found = self.cache, []
+        vocabulary: int = self.model.config.get_text_config().vocab_size
+        tokens = np.random.default_rng(0).integers(0, vocabulary, (3, PROBE), dtype=np.int32)
+        tokens[:, :WORTH_SPLITTING] = tokens[0, :WORTH_SPLITTING]
+        last = np.arange(PROBE - 3, PROBE)
+        for one in (None, decoder):
+            self.cache = SlotCache(len(kinds), 3, PROBE, self.device)
+            self.prefill([0, 1, 2], [0, 0, 0], last.tolist(), tokens)
+            found.append(self._decoded(one, tokens[range(3), last], last, WORTH_SPLITTING))
+        self.cache = kept
+        decoder.forget()
+        return decoder if self._close(*found) else None
 
     def _head_is_known(self) -> bool:
         """Whether `head` gives what the whole model gives on two tokens: a model may do something of its own there."""
@@ -183,9 +242,12 @@ class SlotPolicy:
         whole = self.head.choose(self.model(input_ids=ids, use_cache=False).logits[:, -1])
         ours = self.head(self.base(input_ids=ids, use_cache=False).last_hidden_state[:, -1])
         self.head.forget()
-        scale = float(whole.abs().max())
-        tolerance = (1e-4 if self.dtype == torch.float32 else 2e-2) * max(scale, 1.0)
-        return bool(((whole - ours).abs() <= tolerance).all())
+        return self._close(whole, ours)
+
+    def _close(self, theirs: Tensor, ours: Tensor) -> bool:
+        """Whether two ways to compute the same agree but for rounding."""
+        tolerance = (1e-4 if self.dtype == torch.float32 else 2e-2) * max(float(theirs.abs().max()), 1.0)
+        return bool(((theirs - ours).abs() <= tolerance).all())
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:

@@ -1,8 +1,9 @@
-"""Which positions need not be computed: those a slot already holds, and those a neighbour is about to compute.
+"""Which positions need not be computed: those a row already holds, and those a neighbour is about to compute.
 
-A request takes over an idle slot whose whole sequence it goes on from (the next turn of an episode); otherwise the
-least recently used idle slot, into which the longest prefix found anywhere is copied. Of requests that wait together,
-those with one prompt compute it once, and those that share a long beginning (the few-shot header) compute that once.
+A request joins a running row that has its very tokens (a group's members); takes over an idle row whose whole sequence
+it goes on from (the next turn of an episode); otherwise claims an idle row, into which the longest prefix found
+anywhere is copied. Of requests that wait together, those that share a long beginning (the few-shot header) compute that
+once.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from renma.inference.local.slots import Request, Slots
+from renma.inference.local.sequences import Sequences
+from renma.inference.local.slots import Request
 
 # A second forward costs about as much as this many positions; a shared beginning that saves less is computed twice.
 WORTH_A_FORWARD = 32
 # A request's shared beginning shorter than this is not worth a copy from a neighbour that still has to compute it.
 WORTH_A_COPY = 8
-# An idle slot is taken over when the request uses all but this many of its cached positions.
-LOST_AT_TAKEOVER = 2
 
 
 def shared(tokens: NDArray[np.int32], limits: NDArray[np.int64], prompt: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -33,76 +33,87 @@ def shared(tokens: NDArray[np.int32], limits: NDArray[np.int64], prompt: NDArray
     return lengths
 
 
-def admit(slots: Slots, requests: Sequence[Request]) -> int:
-    """Give each request (no more than there are idle slots) a slot and what is cached of its prompt.
+def admit(rows: Sequences, requests: Sequence[Request]) -> int:
+    """Give each request (no more than there are free slots) a row, with what is cached of its prompt.
 
     At least the last position of a prompt is left to compute: its logits are wanted. Returns the positions reused.
     """
     reused = 0
     homeless: list[Request] = []
     for request in requests:
-        common = np.minimum(shared(slots.tokens, slots.cached, request.prompt), len(request.prompt) - 1)
-        whole = [
-            row
-            for row in np.flatnonzero((common > 0) & (common >= slots.cached - LOST_AT_TAKEOVER))
-            if slots.requests[row] is None
-        ]
-        best = max(whole, key=lambda row: common[row], default=None)
-        if best is None or common[best] < common.max():
+        common = _common(rows, request)
+        twin = _twin(rows, request, common)
+        if twin is not None:
+            rows.join(request, twin)
+            reused += len(request.prompt)
+            continue
+        common = np.minimum(common, rows.cached)
+        whole = np.flatnonzero((common > 0) & (common == rows.cached) & ~rows.runs)
+        common = np.minimum(common, len(request.prompt) - 1)
+        best = int(whole[common[whole].argmax()]) if len(whole) else -1
+        if best < 0 or common[best] < common.max():
             homeless.append(request)
             continue
         reused += int(common[best])
-        slots.place(request, int(best), int(common[best]))
+        rows.place(request, best, int(common[best]))
     for request in homeless:
-        common = np.minimum(shared(slots.tokens, slots.cached, request.prompt), len(request.prompt) - 1)
+        common = _common(rows, request)
+        twin = _twin(rows, request, common)
+        if twin is not None:
+            rows.join(request, twin)
+            reused += len(request.prompt)
+            continue
+        common = np.minimum(np.minimum(common, rows.cached), len(request.prompt) - 1)
         source, length = int(common.argmax()), int(common.max())
-        idle = slots.idle()
-        row = next((row for row in idle if row != source), source) if length else idle[0]
+        row, source = rows.claim(source if length else -1)
         if row != source and length:
-            slots.cache.copy(source, row, 0, length)
+            rows.cache.copy(source, row, 0, length)
         reused += length
-        slots.place(request, row, length)
+        rows.place(request, row, length)
     return reused
+
+
+def _common(rows: Sequences, request: Request) -> NDArray[np.int64]:
+    """[S] how many leading tokens of the prompt each row has, of a running one those included that are not cached."""
+    return shared(rows.tokens, np.where(rows.runs, rows.total, rows.cached), request.prompt)
+
+
+def _twin(rows: Sequences, request: Request, common: NDArray[np.int64]) -> int | None:
+    """The running row whose whole sequence is the prompt."""
+    same = np.flatnonzero(rows.runs & (common == len(request.prompt)) & (rows.total == len(request.prompt)))
+    return int(same[0]) if len(same) else None
 
 
 @dataclass(slots=True)
 class Wave:
     """The order in which uncached sequences are computed: `first`, then `second` after each has copied its `borrow`
-    (leader's slot, positions), then `twins`, which take all from their leader, the logits too."""
+    (leader's row, positions)."""
 
     first: list[int] = field(default_factory=list)
     second: list[int] = field(default_factory=list)
     borrow: dict[int, tuple[int, int]] = field(default_factory=dict)
-    twins: dict[int, int] = field(default_factory=dict)
 
 
-def plan(slots: Slots, rows: Sequence[int]) -> Wave:
-    """Order the slots `rows`, whose sequences have more than one uncached position, so that none is computed twice."""
+def plan(sequences: Sequences, rows: Sequence[int]) -> Wave:
+    """Order the rows, whose sequences have more than one uncached position, so that none is computed twice."""
     wave = Wave()
-    promised = np.zeros(slots.count, np.int64)  # what each slot will hold that is computed before or beside this one
     leaders: list[int] = []
+    there = np.zeros(sequences.size, np.int64)  # what each leader will hold
     for row in rows:
-        sequence = slots.tokens[row, : slots.total[row]]
-        common = shared(slots.tokens, promised, sequence)
+        sequence = sequences.tokens[row, : sequences.total[row]]
+        common = np.minimum(shared(sequences.tokens, there, sequence), len(sequence) - 1)
         leader = int(common.argmax())
-        promised[row] = len(sequence)
-        if common[leader] == len(sequence) == slots.total[leader]:
-            wave.twins[row] = wave.twins.get(leader, leader)
-            continue
-        first = np.zeros_like(common)
-        first[leaders] = np.minimum(common[leaders], len(sequence) - 1)
-        leader = int(first.argmax())
-        if first[leader] - slots.cached[row] >= WORTH_A_COPY:
-            wave.borrow[row] = leader, int(first[leader])
+        if common[leader] - sequences.cached[row] >= WORTH_A_COPY:
+            wave.borrow[row] = leader, int(common[leader])
         else:
             leaders.append(row)
+            there[row] = len(sequence)
     saved = dict.fromkeys(leaders, 0)
     for row, (leader, length) in wave.borrow.items():
-        saved[leader] += length - int(slots.cached[row])
+        saved[leader] += length - int(sequences.cached[row])
     wave.borrow = {row: loan for row, loan in wave.borrow.items() if saved[loan[0]] >= WORTH_A_FORWARD}
     for row in rows:
-        if row not in wave.twins:
-            (wave.second if row in wave.borrow else wave.first).append(row)
+        (wave.second if row in wave.borrow else wave.first).append(row)
     return wave
 
 

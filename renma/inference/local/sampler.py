@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from renma.errors import ModelError
+from renma.profiling import timed
 
 BLOCK = 512  # vocabulary entries whose weights are summed together before the search
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -36,7 +37,11 @@ def uniforms(seeds: NDArray[np.uint64], steps: NDArray[np.int64]) -> NDArray[np.
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How the rows of one batch are drawn, [n] each. inverse_temperature is 1 for greedy rows."""
+    """How one batch is drawn: n draws from R rows of logits.
+
+    uniform [n]; of [n]: the row each draw is from, None: row i for draw i. The rest [R]: inverse_temperature is 1 for
+    greedy rows.
+    """
 
     inverse_temperature: NDArray[np.float32]
     greedy: NDArray[np.bool_]
@@ -44,13 +49,16 @@ class Drawing:
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
     uniform: NDArray[np.float64]
+    of: NDArray[np.int64] | None = None
 
 
+@timed("sampler")
 def draw(logits: Tensor, how: Drawing) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """One column a row of `logits` [n, V] (float32; overwritten), and its log softmax(logits / temperature) over all V.
+    """A column of `logits` [R, V] (float32; overwritten) for each draw, and its log softmax(logits / temperature).
 
-    top_k keeps the k highest logits, then top_p the fewest of those that hold p of their probability, then min_p those
-    with at least min_p of the highest one's probability. Equal logits at the edge of top_k or top_p are all kept.
+    The log-probability is over all V. top_k keeps the k highest logits, then top_p the fewest of those that hold p of
+    their probability, then min_p those with at least min_p of the highest one's probability. Equal logits at the edge
+    of top_k or top_p are all kept.
     Raises ModelError when the logits are not finite.
     """
     rows, width = logits.shape
@@ -75,25 +83,28 @@ def draw(logits: Tensor, how: Drawing) -> tuple[NDArray[np.int64], NDArray[np.fl
         weights[subset] = kept
         sums[subset] = kept.view(len(filtered), blocks, BLOCK).sum(-1).double()
 
-    columns = _invert(weights.view(rows, blocks, BLOCK), sums, torch.from_numpy(how.uniform).to(device))
+    of = torch.arange(rows, device=device) if how.of is None else torch.from_numpy(how.of).to(device)
+    columns = _invert(weights.view(rows, blocks, BLOCK), sums, torch.from_numpy(how.uniform).to(device), of)
     if how.greedy.any():
-        columns = torch.where(torch.from_numpy(how.greedy).to(device), logits.argmax(-1), columns)
-    shifted = (logits.gather(1, columns[:, None]) - highest).squeeze(1).double()
-    return columns.cpu().numpy(), (shifted - totals.log()).float().cpu().numpy()
+        greedy = torch.from_numpy(how.greedy).to(device)
+        columns = torch.where(greedy[of], logits.argmax(-1)[of], columns)
+    shifted = (logits[of, columns] - highest[of, 0]).double()
+    return columns.cpu().numpy(), (shifted - totals.log()[of]).float().cpu().numpy()
 
 
-def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution at `uniform` [n]: first the block [n, blocks], then the entry in it.
+def _invert(weights: Tensor, sums: Tensor, uniform: Tensor, of: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution of row `of` [n] at `uniform` [n]: first the block, then the entry in it.
 
-    An entry of weight 0 is never chosen: the search gives the first whose cumulative weight is *above* the mark.
+    weights [R, blocks, BLOCK], sums [R, blocks] of them. An entry of weight 0 is never chosen: the search gives the
+    first whose cumulative weight is *above* the mark.
     """
+    sums = sums[of]
     cumulative = sums.cumsum(-1)
     mark = (uniform * cumulative[:, -1])[:, None]
     block = torch.searchsorted(cumulative, mark, right=True)
     size = sums.gather(1, block)
     rest = (mark - (cumulative.gather(1, block) - size)) / size
-    row = torch.arange(len(uniform), device=weights.device)
-    inner = weights[row, block.squeeze(1)].double().cumsum(-1)
+    inner = weights[of, block.squeeze(1)].double().cumsum(-1)
     total = inner[:, -1:]
     rest = (rest.clamp(min=0.0) * total).minimum(total * (1 - 2.0**-52))
     return block.squeeze(1) * weights.shape[2] + torch.searchsorted(inner, rest, right=True).squeeze(1)
