@@ -20,7 +20,9 @@ from renma.learning.logprobs import LogitRule, token_logprobs
 from renma.learning.optimizer import float32_home
 from renma.learning.rows import Row
 from renma.learning.tree import Pack, PackCost, pack
+from renma.learning.tree_attention import Blocks, trees_in
 from renma.models.experts import Routers
+from renma.profiling import timed
 from renma.types import Floats
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -47,15 +49,18 @@ class TreeTrunk:
         self.device: torch.device = self.embedding.weight.device
         self.vocabulary = len(self.embedding.weight)
         self.kinds, self.window = _attention_kinds(name, config)
-        self.cost = pack_cost(inner, config, self.device)
         # GPT-OSS's own attention keeps several [heads, N, N] tensors a layer for the backward; ours keeps none.
         self._sinks = config.model_type == "gpt_oss" and config._attn_implementation == "eager"
+        self._blocks = config._attn_implementation == "sdpa"
+        self.cost = pack_cost(inner, config, self.device, dense=not self._blocks)
         self._forget()
 
+    @timed("forward")
     def begin(self) -> None:
         """Forget what an earlier step left."""
         self._forget()
 
+    @timed("backward")
     def finish(self) -> None:
         """Give the embedding the gradient that the packs since `begin` have gathered for it."""
         if self._embedded:
@@ -70,11 +75,13 @@ class TreeTrunk:
             output.backward(total[None].to(output.dtype))
         self._forget()
 
+    @timed("forward")
     def hidden(self, tree: Pack) -> Tensor:
         """[M, H] the hidden states of the pack's predictors, in their order."""
         predictors = torch.from_numpy(tree.predictors).to(self.device)
         return self._hidden(tree).index_select(0, predictors)
 
+    @timed("packing")
     def packs(self, rows: list[Row], max_positions: int) -> list[Pack]:
         """The rows as packs of the size that is fastest for this model. Raises DataError for an unknown token id."""
         for row in rows:
@@ -106,7 +113,7 @@ class TreeTrunk:
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.embedding.parameters()):
             embedded.requires_grad_()
             self._embedded.append((ids, embedded))
-        with self._routed(tree), sinks_in(self.config) if self._sinks else nullcontext():
+        with self._routed(tree), self._attention():
             output = self.inner(
                 inputs_embeds=embedded,
                 attention_mask=self._masks(tree, embedded.dtype),
@@ -128,21 +135,29 @@ class TreeTrunk:
             )
         return routers.imposing(torch.from_numpy(tree.routing).to(self.device))
 
+    def _attention(self) -> AbstractContextManager[None]:
+        if self._sinks:
+            return sinks_in(self.config)
+        return trees_in(self.config) if self._blocks else nullcontext()
+
     def _masks(self, tree: Pack, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Additive masks [1, 1, N, N]: eager attention needs them; SDPA would make them in each layer anew."""
-        seen = torch.from_numpy(tree.mask()).to(self.device)
-        depth = torch.from_numpy(tree.position_ids).to(self.device)
+        """What the model's attention takes: the blocks of the pack, or masks to add, [1, 1, N, N]."""
+        seen, depth = tree.mask(), tree.position_ids
         masks: dict[str, Tensor] = {}
         for kind in self.kinds:
             near = seen
-            if kind == SLIDING and self.window is not None and int(tree.position_ids.max()) >= self.window:
+            if kind == SLIDING and self.window is not None and int(depth.max()) >= self.window:
                 near = seen & (depth[:, None] - depth[None, :] < self.window)
             elif masks:  # short rows: the window hides nothing
                 masks[kind] = next(iter(masks.values()))
                 continue
-            masks[kind] = torch.zeros(near.shape, dtype=dtype, device=self.device).masked_fill_(~near, -torch.inf)[
-                None, None
-            ]
+            if self._blocks:
+                masks[kind] = Blocks.of(tree, near, dtype, self.device).as_mask(dtype)
+            else:
+                hidden = torch.from_numpy(~near).to(self.device)
+                masks[kind] = torch.zeros(near.shape, dtype=dtype, device=self.device).masked_fill_(hidden, -torch.inf)[
+                    None, None
+                ]
         return masks if len(masks) > 1 else masks[self.kinds[0]]
 
 
@@ -192,6 +207,7 @@ class TreeModel(TreeTrunk):
 
     # The parts of one optimiser step
 
+    @timed("forward")
     def begin(self) -> None:
         """Take the head's rows as they now are; forget what an earlier step left."""
         self._forget()
@@ -207,6 +223,7 @@ class TreeModel(TreeTrunk):
             if part is not None and part.requires_grad
         ]
 
+    @timed("backward")
     def finish(self) -> None:
         """Give the embedding and the head the gradients that the packs since `begin` have gathered for them."""
         for whole, home in self._homes:
@@ -218,6 +235,7 @@ class TreeModel(TreeTrunk):
         """log pi [n] of the pack's tokens, in its order, and the entropy [n] of the distribution each came from."""
         return self.score(tree, self.hidden(tree))
 
+    @timed("forward")
     def score(self, tree: Pack, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """As `logprobs`, from the hidden states [M, H] of the predictors (`hidden`)."""
         if self._rows is None:
@@ -284,15 +302,19 @@ class TreeModel(TreeTrunk):
             )
 
 
-def pack_cost(inner: nn.Module, config: Any, device: torch.device) -> PackCost:
-    """How a pack's cost grows, from the model's sizes: dense attention against matrix products, and launching."""
+def pack_cost(inner: nn.Module, config: Any, device: torch.device, *, dense: bool = False) -> PackCost:
+    """How a pack's cost grows, from the model's sizes: launching, and dense attention against matrix products.
+
+    dense: attention computes a whole pack's scores; else those of blocks, which grow with its positions.
+    """
     layers = max(1, int(getattr(config, "num_hidden_layers", 1)))
     heads = int(getattr(config, "num_attention_heads", 1))
     head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     embeddings = sum(p.numel() for m in inner.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
     body = max(1, (sum(p.numel() for p in inner.parameters()) - embeddings) // layers)
     launch = LAUNCH_FLOPS["cpu" if device.type == "cpu" else "cuda"]
-    return PackCost(fixed=launch / (6 * body), quadratic=4 * heads * head_size / ATTENTION_EFFICIENCY / (2 * body))
+    quadratic = 4 * heads * head_size / ATTENTION_EFFICIENCY / (2 * body) if dense else 0.0
+    return PackCost(fixed=launch / (6 * body), quadratic=quadratic)
 
 
 def _attention_kinds(name: str, config: Any) -> tuple[list[str], int | None]:

@@ -21,6 +21,7 @@ from renma.learning.scorer import Scorer
 from renma.learning.statistics import OnProgress, Progress, UpdateStatistics
 from renma.learning.tokens import Tokens, split
 from renma.learning.value_head import Auxiliary
+from renma.profiling import span, timed
 from renma.recipe import LearnerSection
 from renma.types import Floats
 
@@ -225,7 +226,7 @@ class Learner:
         numbers: UpdateStatistics,
         progress: Progress,
     ) -> None:
-        """The gradient of one optimiser step. Rows without signal are run for their statistics, without a gradient."""
+        """The gradient of one optimiser step. Of the rows without signal a share is run, for the statistics alone."""
         tree_model = self.scorer.tree
         self.model.eval()
         self.optimizer.clear()
@@ -234,19 +235,21 @@ class Learner:
         policy = np.full(len(tokens), np.nan, np.float32)
         loss = 0.0
         for learns in (True, False):
-            chosen = np.flatnonzero(signal == learns).tolist()
-            where = np.flatnonzero(signal[tokens.row] == learns)
+            chosen = (np.flatnonzero(signal) if learns else self._measured(np.flatnonzero(~signal))).tolist()
+            stands_for = 1.0 if learns else np.count_nonzero(~signal) / max(1, len(chosen))
+            where = np.flatnonzero(np.isin(tokens.row, chosen))
             for tree in tree_model.packs([rows[i] for i in chosen], self.settings.max_positions):
                 index = where[tree.token]
                 with torch.set_grad_enabled(learns):
                     hidden = tree_model.hidden(tree)
                     logp, entropy = tree_model.score(tree, hidden)
-                    part = self._pack_loss(logp, entropy, index, tokens, objective, numbers)
+                    part = self._pack_loss(logp, entropy, index, tokens, objective, numbers, stands_for)
                     if auxiliary is not None:
                         predictor = torch.from_numpy(tree.token_predictor).to(hidden.device)
                         part = part + auxiliary.loss(hidden, predictor, index)
                 if learns:
-                    part.backward()
+                    with span("backward"):
+                        part.backward()
                 policy[index] = logp.detach().float().cpu().numpy()
                 loss += float(part.detach())
                 numbers.add("positions", tree.positions)
@@ -257,6 +260,12 @@ class Learner:
         numbers.add("row_tokens", sum(len(row) for row in rows))
         numbers.mean("loss", loss, 1)
 
+    def _measured(self, rows: np.ndarray) -> np.ndarray:
+        """The share of `rows` that is run for the statistics: neighbours, which share a prompt, others each batch."""
+        count = int(np.ceil(len(rows) * self.settings.measured_share))
+        return np.sort(np.roll(rows, -self.batches * count)[:count])
+
+    @timed("loss")
     def _pack_loss(
         self,
         logp: Tensor,
@@ -265,15 +274,19 @@ class Learner:
         tokens: Tokens,
         objective: Objective,
         numbers: UpdateStatistics,
+        stands_for: float,
     ) -> Tensor:
-        """The pack's part of the objective; its statistics go to `numbers`. index [n]: its tokens in `tokens`."""
+        """The pack's part of the objective; its statistics go to `numbers`. index [n]: its tokens in `tokens`.
+
+        stands_for: how many tokens each counts for in the means.
+        """
         assert tokens.weight is not None
         given = tokens.given(index, logp, entropy if objective.entropy else entropy.detach())
         factor = None if tokens.factor is None else torch.from_numpy(tokens.factor[index]).to(logp.device)
         charge, statistics = objective.charge(given, factor)
-        numbers.tokens("entropy", entropy)
+        numbers.tokens("entropy", entropy, stands_for)
         for name, values in statistics.items():
-            numbers.tokens(name, values)
+            numbers.tokens(name, values, stands_for)
         weight = torch.from_numpy(tokens.weight[index]).to(logp.device, charge.dtype)
         return (charge * weight).sum()
 

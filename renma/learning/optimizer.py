@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from renma.errors import ModelError, RunError
 from renma.learning.statistics import UpdateStatistics
+from renma.profiling import timed
 from renma.recipe import LearnerSection
 
 
@@ -126,6 +127,7 @@ class MasterAdamW:
             }
 
 
+@timed("optimiser")
 def apply_gradients(
     optimizers: Sequence[MasterAdamW], settings: LearnerSection, rate: float, numbers: UpdateStatistics
 ) -> bool:

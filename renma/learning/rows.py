@@ -82,19 +82,13 @@ def rows_of(
         raise ValueError(f"{_name(trajectory)}: {total} sampled tokens need as many advantages; got {values.shape}")
     rows: list[Row] = []
     run: list[int] = []
-    context = np.empty(0, np.int32)
     for number, step in enumerate(trajectory.steps):
-        if run and not _extends(step.prompt_ids, context):
+        if run and not step.goes_on_from(trajectory.steps[number - 1]):
             rows.extend(_row(trajectory, run, values, index, group))
             run = []
         run.append(number)
-        context = np.concatenate([step.prompt_ids, step.action_ids])
     rows.extend(_row(trajectory, run, values, index, group))
     return rows
-
-
-def _extends(prompt: Ids, context: Ids) -> bool:
-    return len(prompt) >= len(context) and bool(np.array_equal(prompt[: len(context)], context))
 
 
 def _row(trajectory: Trajectory, run: Sequence[int], values: Floats, index: int, group: int) -> list[Row]:

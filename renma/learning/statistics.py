@@ -89,13 +89,16 @@ class UpdateStatistics:
     def max(self, name: str, value: float) -> None:
         self.maxima[name] = max(self.maxima.get(name, -np.inf), value)
 
-    def tokens(self, name: str, values: Tensor) -> None:
-        """A statistic of each token [n]: its mean, or its maximum where the name ends in `_max`."""
+    def tokens(self, name: str, values: Tensor, weight: float = 1.0) -> None:
+        """A statistic of each token [n]: its mean, or its maximum where the name ends in `_max`.
+
+        weight: how many tokens each stands for.
+        """
         values = values.detach()
         if name.endswith("_max"):
             self.max(name, float(values.max()))
         else:
-            self.mean(name, float(values.mean()), len(values))
+            self.mean(name, float(values.mean()), len(values) * weight)
 
     def result(self) -> dict[str, float]:
         means = {name: value / self.counts[name] for name, value in self.sums.items()}

@@ -198,7 +198,7 @@ def test_rows_without_signal_change_nothing_and_are_still_counted() -> None:
     ]
     seen = []
     for marked in (True, False):
-        learner = make_learner(eps=1e-3)
+        learner = make_learner(eps=1e-3, measured_share=1.0)
         loss = reinforce()
         stats = learner.update(flat, loss=loss if marked else lambda x, loss=loss: loss(x))
         seen.append((parameters(learner), stats))
@@ -207,6 +207,25 @@ def test_rows_without_signal_change_nothing_and_are_still_counted() -> None:
         torch.testing.assert_close(quick[name], full[name], rtol=1e-4, atol=1e-5)
     assert quick_stats["entropy"] == pytest.approx(full_stats["entropy"], rel=1e-5)
     assert quick_stats["row_tokens"] == full_stats["row_tokens"]
+
+
+def test_a_share_of_the_rows_without_signal_stands_for_all_of_them() -> None:
+    """Eight equal rows without a signal and four that learn: measuring two of the eight gives the same means."""
+    row = random_rows(9)[0]
+    flat = [make_row(row.ids, row.trained, trajectory=i, advantage=0.0) for i in range(8)]
+    loud = [make_row([5, 6, 7 + i], [0, 1, 1], trajectory=8 + i, advantage=1.0) for i in range(4)]
+    seen = {}
+    for share in (1.0, 0.25, 0.0):
+        learner = make_learner(eps=1e-3, measured_share=share)
+        seen[share] = learner.update([*flat, *loud], loss=reinforce()), parameters(learner)
+    (whole, weights), (quarter, same), (none, also) = seen.values()
+    assert quarter["entropy"] == pytest.approx(whole["entropy"], rel=1e-5)
+    assert none["entropy"] != pytest.approx(whole["entropy"], rel=1e-3)
+    assert none["positions"] < quarter["positions"] <= whole["positions"]
+    assert whole["row_tokens"] == quarter["row_tokens"] == none["row_tokens"]
+    for name in weights:
+        torch.testing.assert_close(same[name], weights[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(also[name], weights[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_without_any_signal_leaves_the_weights_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -177,12 +179,17 @@ def test_models_that_take_no_tree_mask_are_refused(kind: str) -> None:
 
 
 def test_a_model_that_ignores_the_mask_is_refused() -> None:
-    model = make_model()
-    inner = model.model
-    original = inner.forward
-    inner.forward = lambda *a, attention_mask=None, **k: original(*a, **k)
-    with pytest.raises(ModelError, match=r"log-probabilities are off by"):
-        TreeModel(model).check()
+    for attention, error in (("eager", "log-probabilities are off by"), ("sdpa", "takes no tree attention mask")):
+        model = make_model()
+        model.set_attn_implementation(attention)
+        inner = model.model
+        inner.forward = without_mask(inner.forward)
+        with pytest.raises(ModelError, match=error):
+            TreeModel(model).check()
+
+
+def without_mask(forward: Any) -> Any:
+    return lambda *a, attention_mask=None, **k: forward(*a, **k)
 
 
 def test_ids_outside_the_vocabulary_and_the_output_tokens_are_named() -> None:
