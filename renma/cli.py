@@ -32,6 +32,10 @@ app.add_typer(plan, name="plan")
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value", show_default=False)]
 Output = Annotated[Path, typer.Option(help="where run folders are made")]
 View = Annotated[Shown, typer.Option("--progress", help="how the run is shown")]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="write traces of a few steps, and where their time goes, to RUN/profile")
+]
+ProfileSteps = Annotated[int, typer.Option("--profile-steps", help="how many, after the first", min=1)]
 errors = Console(stderr=True)
 
 
@@ -73,12 +77,17 @@ def train(
     overrides: Overrides = None,
     output: Output = Path("runs"),
     progress: View = Shown.auto,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = 2,
 ) -> None:
     """Train a recipe; any leaf can be overridden: renma train quickstart training.steps=50."""
     from renma.recipes import find_recipe
     from renma.training.trainer import Trainer
 
-    trainer = Trainer(find_recipe(recipe), overrides=overrides or (), output=output, progress=progress.value)
+    steps = profile_steps if profile else 0
+    trainer = Trainer(
+        find_recipe(recipe), overrides=overrides or (), output=output, progress=progress.value, profile=steps
+    )
     try:
         trainer.fit()
     except KeyboardInterrupt:
@@ -95,11 +104,14 @@ def resume(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     overrides: Overrides = None,
     progress: View = Shown.auto,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = 2,
 ) -> None:
     """Go on with a run from its last checkpoint."""
     from renma.training.trainer import Trainer
 
-    Trainer(resume=run, overrides=overrides or (), progress=progress.value).fit()
+    steps = profile_steps if profile else 0
+    Trainer(resume=run, overrides=overrides or (), progress=progress.value, profile=steps).fit()
 
 
 @app.command(name="eval")

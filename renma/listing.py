@@ -11,6 +11,7 @@ from renma.agents import PARSERS, RENDERERS
 from renma.credit import ESTIMATORS, SELECTIONS
 from renma.environments import DEMONSTRATORS, ENVIRONMENTS
 from renma.errors import RenmaError
+from renma.inference import ENGINES
 from renma.learning import CORRECTIONS, LOSSES
 from renma.models import MODELS
 from renma.preferences import PREFERENCES
@@ -38,6 +39,7 @@ KINDS: dict[str, Callable[[], Rows]] = {
     "demonstrators": lambda: of_registry(DEMONSTRATORS),
     "renderers": lambda: of_registry(RENDERERS),
     "parsers": lambda: of_registry(PARSERS),
+    "engines": lambda: of_registry(ENGINES),
     "estimators": lambda: of_registry(ESTIMATORS),
     "losses": lambda: of_registry(LOSSES),
     "corrections": lambda: of_registry(CORRECTIONS),

@@ -99,9 +99,13 @@ class RolloutSection(Section):
     tasks_per_step: int = Field(16, ge=1, description="groups in a training step")
     group_size: int = Field(8, ge=1, description="trajectories of one task")
     max_turns: int | None = Field(None, ge=1, description="actions per episode; None: the environment's own limit")
-    slots: int = Field(64, ge=1, description="requests the local engine decodes at once")
+    engine: Component = Field(Component(type="local"), description="what samples: local, or vllm (docs/engines.md)")
+    slots: int = Field(128, ge=1, description="requests decoded at once; the local engine computes equal ones once")
     retries: int = Field(2, ge=0, description="fresh environments tried after an environment error")
     episode_seconds: float | None = Field(None, gt=0)
+    reward_workers: int = Field(
+        8, ge=1, description="trajectories whose plain (blocking) rewards run at once, in threads"
+    )
     drop_groups_with: list[str] = Field(
         default_factory=lambda: ["environment_error"],
         description="stop reasons of a failed member that drop its whole group; for others (a time-out, say) "
@@ -152,6 +156,13 @@ class LearnerSection(Section):
     epochs: int = Field(1, ge=1)
     max_positions: int = Field(4096, ge=16, description="distinct token positions computed at once (memory)")
     logit_chunk: int = Field(256, ge=1, description="positions whose logits exist at once")
+    measured_share: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="share of the trajectories without a signal (advantage 0) that are run all the same, for the "
+        "statistics: entropy, mismatch",
+    )
 
 
 class CriticSection(Section):
@@ -211,8 +222,11 @@ class TrainingSection(Section):
     staleness: int = Field(0, ge=0, description="the most versions a sampled token may be behind the learner")
     checkpoint_every: int = Field(10, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, ge=1)
-    mismatch_tolerance: float = Field(
-        0.05, gt=0, description="mean |log-probability of engine - of learner| over which the first batch stops the run"
+    mismatch_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="mean |log-probability of engine - of learner| over which the first batch stops the run; None: "
+        "0.05, or 0.3 where the engine samples with int8 weights",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from renma.agents import PARSERS, RENDERERS
 from renma.environments import DEMONSTRATORS, ENVIRONMENTS
 from renma.errors import RecipeError
+from renma.inference import ENGINES
 from renma.learning.losses import traits
 from renma.learning.objective import Objective
 from renma.parts import checked_options
@@ -13,6 +14,7 @@ from renma.recipe import Recipe
 from renma.rewards.base import build_rewards
 from renma.tasks import TASKS
 from renma.training.algorithms import Algorithm, resolve
+from renma.training.mismatch import samples_with_int8
 from renma.training.reward_stage import check_reward_model
 
 
@@ -22,6 +24,7 @@ def check_recipe(recipe: Recipe) -> None:
     checked_options(ENVIRONMENTS, recipe.environment, "environment")
     checked_options(RENDERERS, recipe.agent.renderer, "agent.renderer", {"tokenizer"})
     checked_options(PARSERS, recipe.agent.parser, "agent.parser", {"tokenizer"})
+    checked_options(ENGINES, recipe.rollout.engine, "rollout.engine", {"policy", "model", "rollout"})
     check_reward_model(recipe.reward_model, build_rewards(recipe.rewards))
     for i, chosen in enumerate(recipe.evaluation.sets):
         checked_options(TASKS, chosen.source, f"evaluation.sets.{i}.source")
@@ -63,6 +66,8 @@ def _check_training(recipe: Recipe) -> None:
             f"{total} trajectories per step; mini_batch {learner.mini_batch} does not divide {total}; use {divisors}"
         )
     _check_ratio(recipe, algorithm)
+    if samples_with_int8(recipe):
+        _check_int8(algorithm)
     _check_experience(recipe, algorithm)
 
 
@@ -84,6 +89,20 @@ def _check_ratio(recipe: Recipe, algorithm: Algorithm) -> None:
             f"algorithm.old_logprobs=on_policy is for one optimiser step a batch, and there are "
             f"{updates_per_step(recipe)}; leave learner.mini_batch out and learner.epochs at 1"
         )
+
+
+def _check_int8(algorithm: Algorithm) -> None:
+    """Tokens drawn from 8-bit weights are another policy's: the loss must see whose, or a correction make up for it."""
+    loss = traits(algorithm.loss)
+    sees = loss.against == "behaviour" or (loss.against == "old" and algorithm.old_logprobs == "behaviour")
+    if loss.supervised or sees or algorithm.correction is not None:
+        return
+    how = "or set algorithm.old_logprobs: behaviour, " if loss.against == "old" else ""
+    raise RecipeError(
+        f"rollout.engine.weights: int8 samples from another policy than the learner's, and {algorithm.name} would take "
+        f"the tokens for the learner's own; add algorithm.correction: {{type: token_tis}}, {how}or sample with "
+        "weights: own"
+    )
 
 
 def _check_experience(recipe: Recipe, algorithm: Algorithm) -> None:
@@ -132,6 +151,8 @@ def derived_facts(recipe: Recipe, parameters: int | None = None) -> list[tuple[s
         ("sampled tokens per action", f"at most {recipe.sampling.max_tokens}"),
         ("staleness bound", str(training.staleness)),
     ]
+    if rollout.engine.type == "vllm":
+        facts.append(("engine", "vllm: what is sampled depends on timing in its last bits (docs/engines.md)"))
     if recipe.cold_start is not None:
         cold = recipe.cold_start
         steps = cold.epochs * -(-cold.demonstrations // cold.batch)

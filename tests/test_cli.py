@@ -165,7 +165,7 @@ def test_plan_algorithm_of_what_cannot_be(options: list[str], message: str) -> N
     "kind",
     [
         "environments", "algorithms", "recipes", "models", "tasks", "rewards", "estimators", "losses", "corrections",
-        "selections", "preferences",
+        "selections", "preferences", "engines",
     ],
 )  # fmt: skip
 def test_list(kind: str) -> None:

@@ -33,7 +33,7 @@ def evaluate_source(
     parts = open_source(source, recipe, overrides, {"evaluation.k": k, "evaluation.temperature": heat})
     if not parts.evaluation:
         raise RecipeError("the recipe has no evaluation.sets; add one with a name and a source")
-    results = asyncio.run(_measure(parts, k, limit))
+    results = asyncio.run(parts.closing(_measure(parts, k, limit)))
     console = Console()
     console.print(table_of(results, f"{source}, temperature {heat:g}"))
     if save is not None:

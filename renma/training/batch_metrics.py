@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from renma.credit import group_signal
+from renma.profiling import timed
 from renma.training.batch import Batch, Sampled
 from renma.training.collapse import repeated_actions_share
 from renma.types import Group
 
 
+@timed("metrics")
 def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, float]:
     """The batch's own metrics, flat; a number that nothing can be computed from is left out, and so is what would say
     nothing of the policy: success, variety and age of what it did not sample."""
@@ -28,6 +30,7 @@ def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, fl
     if not usable:
         return numbers
     returns = np.array([t.ret for t in usable], dtype=np.float64)
+    tokens = [t.sampled_tokens for t in usable]
     parts: dict[str, list[float]] = {}
     for t in usable:
         sums: Counter[str] = Counter()
@@ -40,7 +43,8 @@ def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, fl
         "return_mean": float(returns.mean()),
         "return_std": float(returns.std()),
         "turns": float(np.mean([len(t.steps) for t in usable])),
-        "action_tokens": float(np.mean([t.sampled_tokens for t in usable])),
+        "action_tokens": float(np.mean(tokens)),
+        "action_tokens_max": float(max(tokens)),
         "truncated_share": float(np.mean([t.status == "truncated" for t in usable])),
     }
     if not sampled.written:
@@ -55,6 +59,15 @@ def describe_batch(sampled: Sampled, batch: Batch, version: int) -> dict[str, fl
     for name, values in parts.items():
         numbers[f"reward/{name}"] = float(np.sum(values) / len(usable))
     return numbers | group_signal(batch.groups) | {f"credit/{k}": v for k, v in batch.credit.metrics.items()}
+
+
+def idle_workers(sampled: Sampled, concurrency: int) -> dict[str, float]:
+    """seconds_workers_idle: how long a worker of the rollout had no episode, on average; what waits for the longest."""
+    attempts = [t.seconds for group in sampled.groups for t in group.trajectories]
+    workers = min(concurrency, len(attempts))
+    if sampled.written or not workers:
+        return {}
+    return {"seconds_workers_idle": max(0.0, sampled.seconds - sum(attempts) / workers)}
 
 
 def solve_rate(groups: Sequence[Group]) -> float:

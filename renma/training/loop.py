@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,12 +26,13 @@ from renma.errors import RunError
 from renma.learning.learner import Learner
 from renma.learning.losses import traits
 from renma.learning.rows import Row
+from renma.profiling import span
 from renma.training.algorithms import Algorithm
 from renma.training.batch import Batch, Sampled, make_batch
-from renma.training.batch_metrics import describe_batch
+from renma.training.batch_metrics import describe_batch, idle_workers
 from renma.training.gather import Gatherer
 from renma.training.judges import Judges
-from renma.training.mismatch import check_mismatch
+from renma.training.mismatch import check_mismatch, mismatch_tolerance
 from renma.training.setup import Parts
 from renma.training.state import Stateful
 from renma.types import Group
@@ -39,13 +41,18 @@ if TYPE_CHECKING:
     from renma.training.records import Records
 
 
+def unprofiled(version: int) -> AbstractContextManager[object]:
+    """A step that nobody profiles."""
+    return nullcontext()
+
+
 @dataclass(slots=True)
 class Loop:
     """Trains `parts.policy` from `version` to the recipe's last step.
 
     `records` takes every result out (metrics, trajectories, checkpoints); the loop itself writes nothing.
     position: where the next batch begins in the order of tasks; `start`: where the first does, None: after `version`
-    batches of the plain size.
+    batches of the plain size. profiled: what is open around the step that begins at a version (training/profile.py).
     """
 
     parts: Parts
@@ -55,6 +62,7 @@ class Loop:
     version: int = 0
     start: InitVar[int | None] = None
     judges: Judges = field(default_factory=Judges)
+    profiled: Callable[[int], AbstractContextManager[object]] = unprofiled
     gatherer: Gatherer = field(init=False)
     position: int = field(init=False)
     _running: dict[int, asyncio.Task[Sampled]] = field(default_factory=dict)
@@ -82,13 +90,16 @@ class Loop:
         await self._sync()
         try:
             while self.version < recipe.training.steps:
-                self._start_batches()
-                sampled = await self._running.pop(self.version)
-                self._learn(sampled)
-                self.version += 1
-                self.position = sampled.next_position
-                # The sampler gets the new weights before anything is awaited that could need them.
-                await self._sync()
+                with self.profiled(self.version), span("step"):
+                    self._start_batches()
+                    with span("rollout"):
+                        sampled = await self._running.pop(self.version)
+                    self._learn(sampled)
+                    self.version += 1
+                    self.position = sampled.next_position
+                    # The sampler gets the new weights before anything is awaited that could need them.
+                    with span("sync"):
+                        await self._sync()
                 await self.records.step_done(self)
         finally:
             await self._stop_batches()
@@ -117,10 +128,12 @@ class Loop:
         drop = self.parts.recipe.rollout.drop_groups_with
         batch = make_batch(sampled, self.algorithm, drop_groups_with=drop, judges=self.judges)
         credited = time.perf_counter()
-        stats = self._update(sampled, batch)
+        with span("learner"):
+            stats = self._update(sampled, batch)
         learned = time.perf_counter()
         tokens = sum(t.sampled_tokens for group in sampled.groups for t in group.trajectories)
         metrics = describe_batch(sampled, batch, self.version) | stats
+        metrics |= idle_workers(sampled, self.parts.recipe.rollout.slots)
         metrics |= {
             "seconds_sync": self._sync_seconds,
             "seconds_rollout": sampled.seconds,
@@ -142,7 +155,7 @@ class Loop:
                 f"first error: {first_error(sampled.groups)}"
             )
         if not self._checked and (fresh := fresh_rows(batch.rows, self.version)):
-            check_mismatch(self.learner, fresh, recipe.training.mismatch_tolerance)
+            check_mismatch(self.learner, fresh, mismatch_tolerance(recipe))
             self._checked = True
         numbers: dict[str, float] = {}
         auxiliary = None

@@ -9,8 +9,25 @@ import numpy as np
 from renma.errors import RunError
 from renma.learning.learner import Learner
 from renma.learning.rows import Row
+from renma.recipe import Recipe
 
+TOLERANCE = 0.05  # nats: bfloat16 stays well under it, another temperature or other weights do not
+INT8_TOLERANCE = 0.3  # 8-bit weights are another policy by design: about 0.1 (benchmarks/precision.py)
 CHECKED_ROWS = 32  # enough to see a difference; the check costs one forward pass over them
+
+
+def samples_with_int8(recipe: Recipe) -> bool:
+    """Whether the engine samples with 8-bit copies of the learner's weights."""
+    engine = recipe.rollout.engine
+    return engine.type == "local" and engine.options.get("weights") == "int8"
+
+
+def mismatch_tolerance(recipe: Recipe) -> float:
+    """The recipe's own, or what its engine can be expected to keep."""
+    given = recipe.training.mismatch_tolerance
+    if given is not None:
+        return given
+    return INT8_TOLERANCE if samples_with_int8(recipe) else TOLERANCE
 
 
 def check_mismatch(learner: Learner, rows: Sequence[Row], tolerance: float) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from renma.agents import PARSERS, RENDERERS
 from renma.agents.agent import LanguageAgent
@@ -17,8 +18,8 @@ from renma.environments.demonstrators import Demonstrator
 from renma.environments.transcripts import transcripts
 from renma.errors import DataError, RecipeError
 from renma.event_loop import as_coroutine, run_to_end
+from renma.inference import ENGINES
 from renma.inference.base import Engine, SamplingParams
-from renma.inference.local import LocalEngine
 from renma.inference.pool import PolicyPool
 from renma.learning.lora import apply_lora
 from renma.models.policy import Policy, load_policy
@@ -34,6 +35,7 @@ from renma.tasks.base import TaskSource
 from renma.tasks.order import TaskOrder
 from renma.types import Group, Message, Task
 
+T = TypeVar("T")
 TRANSCRIPTS = 2000  # enough text for a small tokenizer, and for the tokens a policy may need
 
 
@@ -66,6 +68,13 @@ class Parts:
     def task_at(self, position: int) -> Task:
         """The task at a position of the run's endless order."""
         return self.tasks[self.order.index_at(position)]
+
+    async def closing(self, work: Awaitable[T]) -> T:
+        """The result of `work`; the engine is closed after it, and with it the processes that an engine started."""
+        try:
+            return await work
+        finally:
+            await self.engine.close()
 
     def demonstrator(self) -> Runner:
         """A runner whose actions a demonstrator writes (the recipe's cold start)."""
@@ -108,17 +117,11 @@ def assemble_with(
 ) -> Parts:
     rollout = recipe.rollout
 
-    def engine_of(model: Any) -> LocalEngine:
-        return LocalEngine(
-            model,
-            policy.tokenizer,
-            output_ids=policy.output_ids,
-            slots=rollout.slots,
-            deterministic=rollout.deterministic,
-            record_routing=rollout.record_routing,
-        )
+    def engine_of(model: Any) -> Engine:
+        engine: Engine = build(ENGINES, rollout.engine, "rollout.engine", policy=policy, model=model, rollout=rollout)
+        return engine
 
-    engine: Engine = engine_of(policy.model)
+    engine = engine_of(policy.model)
     pool = cross_policy_pool(recipe, engine, policy.model, engine_of)
     renderer = build(RENDERERS, recipe.agent.renderer, "agent.renderer", tokenizer=policy.tokenizer)
     rules = EpisodeRules(rollout.max_turns, rollout.retries, rollout.episode_seconds)
@@ -127,7 +130,16 @@ def assemble_with(
 
     def runner(sampling: SamplingSection, sampler: Engine) -> Runner:
         agents = agent_maker(recipe, policy, renderer, sampling)
-        return Runner(sampler, make_environment, agents, rules, rewards, recipe.seed, concurrency=rollout.slots)
+        return Runner(
+            sampler,
+            make_environment,
+            agents,
+            rules,
+            rewards,
+            recipe.seed,
+            concurrency=rollout.slots,
+            reward_workers=rollout.reward_workers,
+        )
 
     check_prompts(recipe, tasks, renderer, engine.context)
     longest = recipe.sampling.max_tokens
@@ -149,7 +161,7 @@ def assemble_with(
 
 
 def cross_policy_pool(
-    recipe: Recipe, current: Engine, model: Any, engine_of: Callable[[Any], LocalEngine]
+    recipe: Recipe, current: Engine, model: Any, engine_of: Callable[[Any], Engine]
 ) -> PolicyPool | None:
     """The current policy and a snapshot of an older one behind one engine, where the recipe asks for it."""
     section = recipe.rollout.cross_policy
@@ -218,7 +230,7 @@ def environment_maker(recipe: Recipe) -> Callable[[], Environment]:
     """Makes a fresh environment each time; the options are checked once, here."""
     factory: Callable[..., Environment] = ENVIRONMENTS[recipe.environment.type]
     options = checked_options(ENVIRONMENTS, recipe.environment, "environment")
-    return lambda: factory(**options)
+    return functools.partial(factory, **options)
 
 
 def agent_maker(recipe: Recipe, policy: Policy, renderer: Any, sampling: SamplingSection) -> MakeAgent:

@@ -22,6 +22,7 @@ from renma.training.collapse import CollapseWatch
 from renma.training.judges import make_judges
 from renma.training.loop import Loop
 from renma.training.metrics import MetricsLog, read_metrics
+from renma.training.profile import PROFILE, StepProfiler
 from renma.training.progress import Progress
 from renma.training.records import Records
 from renma.training.rng import seed_all
@@ -39,7 +40,8 @@ class Trainer:
     """Runs a recipe: `renma.Trainer(recipe).fit()`.
 
     recipe: a Recipe, a mapping, or the path of a YAML file. output: where run folders are made.
-    resume: the folder of a run to go on with; its own resolved recipe is used.
+    resume: the folder of a run to go on with; its own resolved recipe is used. profile: how many steps to profile
+    (training/profile.py), after the first, which warms up.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Trainer:
         resume: str | Path | None = None,
         overrides: Sequence[str] = (),
         progress: str = "auto",
+        profile: int = 0,
     ) -> None:
         if (recipe is None) == (resume is None):
             raise ValueError("give a recipe, or the folder of a run to resume")
@@ -61,7 +64,7 @@ class Trainer:
         else:
             self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)  # type: ignore[arg-type]
         check_recipe(self.recipe)
-        self._output = Path(output)
+        self._output, self._profile = Path(output), profile
         self._progress = Progress(progress)  # type: ignore[arg-type]
 
     def fit(self) -> Path:
@@ -87,7 +90,7 @@ class Trainer:
             records = self._records(folder, parts, progression, fresh=checkpoint is None)
             try:
                 with self._progress:
-                    run_interruptibly(self._run(parts, records, checkpoint, progression))
+                    run_interruptibly(parts.closing(self._run(parts, records, checkpoint, progression)))
             finally:
                 records.close()
         return folder.path
@@ -121,6 +124,9 @@ class Trainer:
         judges = make_judges(recipe, algorithm, parts.policy, learner, self.folder.path)
         position = progression.position if checkpoint else None
         loop = Loop(parts, learner, algorithm, records, progression.version, position, judges)
+        if self._profile:
+            first = min(loop.version + 1, recipe.training.steps - 1)
+            loop.profiled = StepProfiler(self.folder.path / PROFILE, first, self._profile, self._progress.note)
         if checkpoint is None:
             records.checkpoint(loop)
         else:
