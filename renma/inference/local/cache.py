@@ -1,7 +1,7 @@
 """Keys and values of every sequence, one static buffer a layer, in the form transformers' models ask for.
 
 A buffer has shape [rows, kv_heads, capacity, head_dim]. Full buffers are kept for sliding-window layers too: the
-window is in the mask, so that a cached prefix serves whatever comes after it. Rows and capacity double when more or
+window is in the mask, so that a cached prefix serves whatever comes after it. Rows and capacity grow when more or
 longer sequences come; a model with a context of 128k tokens does not pay for it in a run of short episodes.
 
 The experts that a mixture-of-experts model chose lie beside them, where they are recorded: they go wherever the keys
@@ -120,7 +120,8 @@ class SlotCache(Cache):
         if rows > self.rows:
             self.rows = min(self.most, max(rows, 2 * self.rows))
         if length > self.capacity:
-            self.capacity = min(self.context, max(length, 2 * self.capacity))
+            # By a quarter, not to the double: these buffers are among the largest things in memory.
+            self.capacity = min(self.context, -(-max(length, self.capacity * 5 // 4) // 64) * 64)
 
         def grown(buffer: Tensor) -> Tensor:
             larger = buffer.new_zeros(self.rows, buffer.shape[1], self.capacity, buffer.shape[3])
