@@ -28,25 +28,10 @@ from renma.training.batch_metrics import idle_workers
 from renma.training.setup import assemble
 from renma.types import Action, Group, Observation, StepResult, Task, Trajectory
 from tests.end_to_end.tiny import TINY
+from tests.rollout.test_runner import FakeEngine
 
 T = TypeVar("T")
 PATIENCE = 20.0  # seconds before a test gives up on what should come at once
-
-
-class Places:
-    """An engine that counts its open episodes."""
-
-    context, version, has_logprobs = 100, 0, True
-
-    def __init__(self) -> None:
-        self.open = self.most = 0
-
-    def episode_opened(self) -> None:
-        self.open += 1
-        self.most = max(self.most, self.open)
-
-    def episode_closed(self) -> None:
-        self.open -= 1
 
 
 class OneStep(Environment):
@@ -85,7 +70,7 @@ def runner_of(
     def agent(engine: Any, task: Task, member: int, tools: Any, seeds: Any, key: Any) -> Writes:
         return Writes(lambda: before(task))
 
-    return Runner(Places(), OneStep, agent, EpisodeRules(2, 1), rewards, 1, concurrency, **more)  # type: ignore[arg-type]
+    return Runner(FakeEngine(), OneStep, agent, EpisodeRules(2, 1), rewards, 1, concurrency, **more)  # type: ignore[arg-type]
 
 
 class VirtualClock(asyncio.SelectorEventLoop):

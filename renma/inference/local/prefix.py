@@ -42,9 +42,7 @@ def admit(rows: Sequences, requests: Sequence[Request]) -> int:
     homeless: list[Request] = []
     for request in requests:
         common = _common(rows, request)
-        twin = _twin(rows, request, common)
-        if twin is not None:
-            rows.join(request, twin)
+        if _joined(rows, request, common):
             reused += len(request.prompt)
             continue
         common = np.minimum(common, rows.cached)
@@ -58,9 +56,7 @@ def admit(rows: Sequences, requests: Sequence[Request]) -> int:
         rows.place(request, best, int(common[best]))
     for request in homeless:
         common = _common(rows, request)
-        twin = _twin(rows, request, common)
-        if twin is not None:
-            rows.join(request, twin)
+        if _joined(rows, request, common):
             reused += len(request.prompt)
             continue
         common = np.minimum(np.minimum(common, rows.cached), len(request.prompt) - 1)
@@ -78,10 +74,13 @@ def _common(rows: Sequences, request: Request) -> NDArray[np.int64]:
     return shared(rows.tokens, np.where(rows.runs, rows.total, rows.cached), request.prompt)
 
 
-def _twin(rows: Sequences, request: Request, common: NDArray[np.int64]) -> int | None:
-    """The running row whose whole sequence is the prompt."""
-    same = np.flatnonzero(rows.runs & (common == len(request.prompt)) & (rows.total == len(request.prompt)))
-    return int(same[0]) if len(same) else None
+def _joined(rows: Sequences, request: Request, common: NDArray[np.int64]) -> bool:
+    """Whether there was a running row whose whole sequence is the prompt; `request` now runs along it."""
+    length = len(request.prompt)
+    same = np.flatnonzero(rows.runs & (common == length) & (rows.total == length))
+    if len(same):
+        rows.join(request, int(same[0]))
+    return bool(len(same))
 
 
 @dataclass(slots=True)
