@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,20 @@ from numpy.typing import NDArray
 from renma.errors import ContextOverflow, ModelError
 from renma.inference.base import SamplingParams
 from renma.types import Ids
+
+
+def checked_context(config: Any, context: int | None) -> int:
+    """The most tokens of prompt and action: `context`, or what the model's text configuration says where it is None.
+
+    Raises ModelError where neither says it, and for more than the model's positions.
+    """
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if context is not None and longest is not None and context > longest:
+        raise ModelError(f"context {context} is more than the model's {longest} positions: give at most {longest}")
+    length = context or longest
+    if length is None:
+        raise ModelError("the model does not say how long its context is: give the engine a context")
+    return length
 
 
 def checked_prompt(prompt_ids: Sequence[int] | Ids, *, context: int, vocabulary: int) -> NDArray[np.int64]:

@@ -10,8 +10,6 @@ to transformers under the name `SINKS`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -153,17 +151,6 @@ def _sink_attention_forward(
         raise ValueError(f"{type(module).__name__} has no attention sinks: {SINKS} attention is for models that have")
     out = sink_attention(query, key, value, s_aux, attention_mask, scaling)
     return out.transpose(1, 2).contiguous(), None
-
-
-@contextmanager
-def sinks_in(config: Any) -> Iterator[None]:
-    """Inside, a model of `config` that has sinks runs them this way; its own attention is put back after."""
-    before = config._attn_implementation
-    config._attn_implementation = SINKS
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 AttentionInterface.register(SINKS, _sink_attention_forward)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from renma.errors import DataError, ModelError
-from renma.learning.attention_sink import SINKS, sinks_in
+from renma.learning.attention import attending
+from renma.learning.attention_sink import SINKS
 from renma.learning.logprobs import LogitRule, token_logprobs
 from renma.learning.optimizer import float32_home
 from renma.learning.rows import Row
 from renma.learning.tree import Pack, PackCost, pack
-from renma.learning.tree_attention import Blocks, trees_in
+from renma.learning.tree_attention import TREE, Blocks
 from renma.models.experts import Routers
 from renma.profiling import timed
 from renma.types import Floats
@@ -137,8 +138,8 @@ class TreeTrunk:
 
     def _attention(self) -> AbstractContextManager[None]:
         if self._sinks:
-            return sinks_in(self.config)
-        return trees_in(self.config) if self._blocks else nullcontext()
+            return attending(self.config, SINKS)
+        return attending(self.config, TREE) if self._blocks else nullcontext()
 
     def _masks(self, tree: Pack, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """What the model's attention takes: the blocks of the pack, or masks to add, [1, 1, N, N]."""
@@ -152,7 +153,7 @@ class TreeTrunk:
                 masks[kind] = next(iter(masks.values()))
                 continue
             if self._blocks:
-                masks[kind] = Blocks.of(tree, near, dtype, self.device).as_mask(dtype)
+                masks[kind] = Blocks.of(near, dtype, self.device).as_mask(dtype)
             else:
                 hidden = torch.from_numpy(~near).to(self.device)
                 masks[kind] = torch.zeros(near.shape, dtype=dtype, device=self.device).masked_fill_(hidden, -torch.inf)[

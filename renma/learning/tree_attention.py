@@ -10,8 +10,6 @@ Importing this module makes the attention known to transformers under the name `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
-
-from renma.learning.tree import Pack
 
 TREE = "renma_tree"
 BLOCK = 128  # nodes; fewer: more operations, more: more scores that are masked (measured at 64 to 256)
@@ -42,13 +38,12 @@ class Blocks:
     masks: list[Tensor]
 
     @classmethod
-    def of(cls, tree: Pack, visible: np.ndarray, dtype: torch.dtype, device: torch.device) -> Blocks:
+    def of(cls, visible: np.ndarray, dtype: torch.dtype, device: torch.device) -> Blocks:
         """visible [N, N]: what each node sees, itself and ancestors at most."""
-        starts = range(0, tree.positions, BLOCK)
         seen: list[np.ndarray] = []
         masks: list[Tensor] = []
-        for start in starts:
-            end = min(start + BLOCK, tree.positions)
+        for start in range(0, len(visible), BLOCK):
+            end = min(start + BLOCK, len(visible))
             # A window may hide all that is far up the path.
             path = np.flatnonzero(visible[start:end, :start].any(0))
             nodes = np.concatenate([path, np.arange(start, end)])
@@ -101,17 +96,6 @@ def _tree_attention_forward(
     if blocks is None or dropout or kwargs.get("softcap") is not None:
         raise ValueError(f"{type(module).__name__}: {TREE} attention is for packs, without dropout or capped scores")
     return tree_attention(query, key, value, blocks, scaling).transpose(1, 2).contiguous(), None
-
-
-@contextmanager
-def trees_in(config: Any) -> Iterator[None]:
-    """Inside, a model of `config` attends by the blocks of its mask; its own attention is put back after."""
-    before = config._attn_implementation
-    config._attn_implementation = TREE
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 AttentionInterface.register(TREE, _tree_attention_forward)

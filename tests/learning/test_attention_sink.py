@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from renma.learning import attention_sink
-from renma.learning.attention_sink import SINKS, sink_attention, sinks_in
+from renma.learning.attention import attending
+from renma.learning.attention_sink import SINKS, sink_attention
 from renma.learning.forward import TreeModel
 from renma.learning.scorer import Scorer
 from renma.learning.tree import pack
@@ -193,7 +194,7 @@ def test_a_model_may_be_loaded_with_it() -> None:
         own = model(input_ids=ids).logits
         model.set_attn_implementation(SINKS)
         torch.testing.assert_close(model(input_ids=ids).logits, own, rtol=1e-5, atol=1e-5)
-        with sinks_in(model.config):
+        with attending(model.config, SINKS):
             assert model.config._attn_implementation == SINKS
         assert model.config._attn_implementation == SINKS
     Scorer(model)  # and trained

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from renma.errors import ModelError, RunError
 from renma.inference.base import Sample, SamplingParams
-from renma.inference.checks import check_params, checked_prompt
+from renma.inference.checks import check_params, checked_context, checked_prompt
 from renma.inference.local.policy import SlotPolicy, causal_lm
 from renma.inference.local.prefix import admit, plan, ragged_batches
 from renma.inference.local.sampler import draw
 from renma.inference.local.sequences import Sequences
 from renma.inference.local.slots import Request, Slots
-from renma.inference.local.stopping import StopStrings
+from renma.inference.stopping import Stoppers
 from renma.profiling import span, timed
 from renma.types import Ids, SampleStop
 
@@ -69,16 +69,11 @@ class LocalEngine:
         weights: Literal["own", "int8"] = "own",
     ) -> None:
         config = causal_lm(model).config.get_text_config()
-        longest: int | None = getattr(config, "max_position_embeddings", None)
-        if context is None and longest is None:
-            raise ModelError("the model does not say how long its context is: give the engine a context")
-        if context is not None and longest is not None and context > longest:
-            raise ModelError(f"context {context} is more than the model's {longest} positions: give at most {longest}")
+        self.context = checked_context(config, context)
         if weights not in ("own", "int8"):
             raise ModelError(f"the local engine's weights are own or int8, not {weights!r}")
         if slots < 1:
             raise ModelError(f"an engine needs at least one slot, not {slots}")
-        self.context: int = context or longest or 0
         self.version = 0
         self.deterministic = deterministic
         self.stats: dict[str, int | float] = dict.fromkeys(
@@ -95,13 +90,12 @@ class LocalEngine:
             ),
             0,
         )
-        self._tokenizer = tokenizer
         self._vocabulary: int = config.vocab_size
         self._policy = SlotPolicy(model, slots, self.context, output_ids, record_routing, weights == "int8")
         self._slots = Slots(slots, self.context)
         self._sequences = Sequences(slots, self.context, self._policy.cache)
         self._output_ids = None if output_ids is None else output_ids.cpu().numpy().astype(np.int64)
-        self._stoppers: dict[tuple[str, ...], StopStrings] = {}
+        self._stoppers = Stoppers(tokenizer)
         self._waiting: list[Request] = []
         self._arrivals = 0
         self._episodes = 0
@@ -182,11 +176,6 @@ class LocalEngine:
     def _request(self, prompt_ids: Sequence[int] | Ids, params: SamplingParams, key: tuple[Any, ...]) -> Request:
         prompt = checked_prompt(prompt_ids, context=self.context, vocabulary=self._vocabulary)
         check_params(params)
-        stopper = None
-        if params.stop_strings:
-            stopper = self._stoppers.get(params.stop_strings)
-            if stopper is None:
-                stopper = self._stoppers[params.stop_strings] = StopStrings(self._tokenizer, params.stop_strings)
         self._arrivals += 1
         order: tuple[object, ...] = (self._arrivals,)
         if self.deterministic:
@@ -199,7 +188,7 @@ class LocalEngine:
             order,
             min(params.max_tokens, self.context - len(prompt)),
             frozenset(params.stop_ids),
-            stopper,
+            self._stoppers.of(params.stop_strings),
             asyncio.get_running_loop().create_future(),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from renma.inference.base import Sample, SamplingParams
 from renma.inference.local.sampler import Drawing, uniforms
-from renma.inference.local.stopping import StopStrings
+from renma.inference.stopping import StopStrings
 from renma.types import Routing, SampleStop
 
 
@@ -53,7 +54,7 @@ class Slots:
         self.top_k = np.zeros(slots, np.int64)
         self.top_p = np.ones(slots, np.float64)
         self.min_p = np.zeros(slots, np.float64)
-        self._free = list(range(slots - 1, -1, -1))
+        self._free = list(range(slots))  # a heap
 
     @property
     def busy(self) -> int:
@@ -65,7 +66,7 @@ class Slots:
 
     def place(self, request: Request) -> None:
         """Give `request` a free slot."""
-        slot, params = self._free.pop(), request.params
+        slot, params = heapq.heappop(self._free), request.params
         self.requests[slot], request.slot = request, slot
         self.count[slot] = 0
         self.seeds[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
@@ -77,8 +78,7 @@ class Slots:
         """`request` runs no longer."""
         self.requests[request.slot] = None
         # The lowest is taken first, whatever order requests ended in: a resumed run then has the same slots.
-        self._free.append(request.slot)
-        self._free.sort(reverse=True)
+        heapq.heappush(self._free, request.slot)
         request.slot = -1
 
     def finish(self, request: Request, reason: SampleStop, routing: Routing | None) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from renma.errors import ModelError, RunError
 from renma.inference.base import Sample, SamplingParams
 from renma.inference.checks import check_params, checked_prompt
-from renma.inference.local.stopping import StopStrings
+from renma.inference.stopping import Stoppers, StopStrings
 from renma.inference.vllm.backend import Backend, Part
 from renma.inference.vllm.weights import PolicyFiles
 from renma.seeding import seed_for
@@ -76,9 +76,8 @@ class VllmEngine:
         self.stats: dict[str, int] = {"requests": 0, "calls": 0, "sampled_tokens": 0}
         self._backend = backend
         self._files = files
-        self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._stoppers: dict[tuple[str, ...], StopStrings] = {}
+        self._stoppers = Stoppers(tokenizer)
         self._numbers = 0
         self._running: set[str] = set()
         self._started = False
@@ -106,7 +105,7 @@ class VllmEngine:
         self._check_alive()
         await self._ready()
         limit = min(params.max_tokens, self.context - len(prompt))
-        stopper = self._stopper(params.stop_strings)
+        stopper = self._stoppers.of(params.stop_strings)
         action = Action()
         self.stats["requests"] += 1
         while True:
@@ -263,13 +262,6 @@ class VllmEngine:
             wrong = "a log-probability that is not finite"
         if wrong:
             raise RunError(f"vllm answered with {wrong}: does it hold this policy, and with this context?")
-
-    def _stopper(self, strings: tuple[str, ...]) -> StopStrings | None:
-        if not strings:
-            return None
-        if strings not in self._stoppers:
-            self._stoppers[strings] = StopStrings(self._tokenizer, strings)
-        return self._stoppers[strings]
 
     @staticmethod
     def _cut(ids: Sequence[int], first: int, stop_ids: tuple[int, ...], stopper: StopStrings | None) -> int | None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from renma.errors import ModelError, RecipeError
+from renma.errors import RecipeError
+from renma.inference.checks import checked_context
 from renma.inference.vllm.backend import Backend, Settings
 from renma.inference.vllm.child import ServerChild
 from renma.inference.vllm.engine import VllmEngine
@@ -51,12 +52,7 @@ def vllm_engine(
             "rollout.record_routing: false (the learner then chooses them anew), or use rollout.engine: {type: local}"
         )
     config = policy.model.config.get_text_config()
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    if context is None and longest is None:
-        raise ModelError("the model does not say how long its context is: set rollout.engine.context")
-    if context is not None and longest is not None and context > longest:
-        raise ModelError(f"rollout.engine.context {context} is more than the model's {longest} positions")
-    length = context or longest or 0
+    length = checked_context(config, context)
     settings = Settings(
         length,
         rollout.slots,

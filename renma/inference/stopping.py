@@ -10,6 +10,22 @@ from transformers import PreTrainedTokenizerBase
 _PARTIAL = "\ufffd"
 
 
+class Stoppers:
+    """The `StopStrings` of one tokenizer, each set of strings once: what is learnt of tokens serves all requests."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[str, ...], StopStrings] = {}
+
+    def of(self, strings: tuple[str, ...]) -> StopStrings | None:
+        """None for no strings."""
+        if not strings:
+            return None
+        if strings not in self._known:
+            self._known[strings] = StopStrings(self._tokenizer, strings)
+        return self._known[strings]
+
+
 class StopStrings:
     """Finds whether the last token of an action completes one of `strings`.
 
